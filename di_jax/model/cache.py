@@ -1,0 +1,115 @@
+"""What stays on device between steps: one pytree, donated whole to every step (numerics 4 and 14).
+
+Global caches are paged in blocks of 128 positions; per-sequence caches are rings in a state slot. Both store the
+byte records of `quantization`: 288 B and 68 B per compressed entry, 528 B per window row in the released sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from di_jax.model.config import ModelConfig
+from di_jax.model.quantization import CacheFormats
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """Everything on device but the weights. `CacheLayout` gives shapes and logical axes."""
+
+    compressed: Array  # [blocks, rows_per_block, record] compressed KV of every source
+    index: Array  # [blocks, rows_per_block, record] index keys of every source
+    window: Array  # [layers, slots, window_ring, record] window KV, row = position mod window_ring
+    compressor: Array  # fp32 [pooled sources, slots, compressor_ring, 2, head_dim] (gate, latent) of open groups
+    engram_history: Array  # int32 [slots, engram_history] compressed ids by position, -1 = dead
+    last_token: Array  # int32 [slots] last sampled token
+
+    def replace(self, **changes: Array) -> EngineState:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """Sizes and addresses of the caches of one engine."""
+
+    config: ModelConfig
+    formats: CacheFormats
+    num_blocks: int
+    num_slots: int
+    block_size: int = 128
+
+    @cached_property
+    def entries_per_block(self) -> tuple[int, ...]:
+        """Compressed entries that one block holds of each KV source."""
+        return tuple(self.block_size // r for r in self.config.kv_source_ratios)
+
+    @cached_property
+    def source_offset(self) -> tuple[int, ...]:
+        """First row of each KV source inside a block."""
+        return tuple(sum(self.entries_per_block[:s]) for s in range(len(self.entries_per_block)))
+
+    @property
+    def rows_per_block(self) -> int:
+        return sum(self.entries_per_block)
+
+    def entry_row(self, source: int, block_table: Array, entry: Array) -> Array:
+        """Row in the flattened pool [blocks * rows_per_block] of compressed entry `entry` [...] of `source`.
+
+        block_table: [..., blocks], leading axes broadcast against those of `entry` less its last.
+        """
+        per_block = self.entries_per_block[source]
+        block = jnp.take_along_axis(block_table, entry // per_block, axis=-1)
+        return block * self.rows_per_block + self.source_offset[source] + entry % per_block
+
+    def abstract(self) -> EngineState:
+        """The state as ShapeDtypeStructs."""
+        c, f = self.config, self.formats
+        shape = jax.ShapeDtypeStruct
+        pages = (self.num_blocks, self.rows_per_block)
+        return EngineState(
+            compressed=shape((*pages, f.compressed.record(c.head_dim)), f.compressed.dtype),
+            index=shape((*pages, f.index.record(c.index_head_dim)), f.index.dtype),
+            window=shape(
+                (c.num_hidden_layers, self.num_slots, c.window_ring, f.window.record(c.head_dim)), f.window.dtype
+            ),
+            compressor=shape(
+                (len(c.pooled_sources), self.num_slots, c.compressor_ring, 2, c.head_dim), jnp.dtype(jnp.float32)
+            ),
+            engram_history=shape((self.num_slots, c.engram_history), jnp.dtype(jnp.int32)),
+            last_token=shape((self.num_slots,), jnp.dtype(jnp.int32)),
+        )
+
+    def logical_axes(self) -> EngineState:
+        """Logical axis names of every state array; the mesh rules map them (architecture 4)."""
+        return EngineState(
+            compressed=("blocks", None, None),  # type: ignore[arg-type]
+            index=("blocks", None, None),  # type: ignore[arg-type]
+            window=("layers", "slots", None, None),  # type: ignore[arg-type]
+            compressor=("layers", "slots", None, None, None),  # type: ignore[arg-type]
+            engram_history=("slots", None),  # type: ignore[arg-type]
+            last_token=("slots",),  # type: ignore[arg-type]
+        )
+
+    def allocate(self) -> EngineState:
+        """Zeroed caches on the default device."""
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract())
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of paged cache per token: 890 in the released model."""
+        state = self.abstract()
+        return sum(a.size * a.dtype.itemsize for a in (state.compressed, state.index)) / (
+            self.num_blocks * self.block_size
+        )
+
+    @property
+    def bytes_per_slot(self) -> float:
+        """Bytes of per-sequence state."""
+        state = self.abstract()
+        rings = (state.window, state.compressor, state.engram_history, state.last_token)
+        return sum(a.size * a.dtype.itemsize for a in rings) / self.num_slots

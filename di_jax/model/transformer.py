@@ -1,0 +1,234 @@
+"""The DeepSeek-V4.1 backbone: rows of tokens in, final hidden states out, caches updated (numerics 9, 10, 13, 15)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from di_jax.model.attention import Attention
+from di_jax.model.cache import CacheLayout, EngineState
+from di_jax.model.compressor import Compressor, CompressorGate
+from di_jax.model.config import LayerPlan, ModelConfig
+from di_jax.model.engram import Engram, EngramTable, HashTable, NgramHash
+from di_jax.model.engram_tables import EngramTables
+from di_jax.model.hyper_connections import HyperConnection
+from di_jax.model.indexer import Indexer
+from di_jax.model.linear import Numerics, RMSNorm, parameter
+from di_jax.model.moe import MoE
+from di_jax.model.rope import rotation
+from di_jax.model.rows import Rows
+from kernels_pallas.choice import KernelChoice
+from kernels_pallas.hyper_connections import api as hyper_connections
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """What one layer hands to the next."""
+
+    streams: Array  # [T, hc, D] residual streams
+    pre: Array  # fp32 [T, hc] how the next attention collapses them
+    state: EngineState
+    selected: Array | None  # int32 [T, index_topk] entries chosen by the last index source
+    candidates: Array | None  # int32 [T, candidate_topk_blocks] of the candidate source
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class LayerTrace:
+    """What one layer computed, for `score.trace` and the golden tests. Runs of layers add a leading axis."""
+
+    streams: Array  # [T, hc, D] leaving the layer
+    experts: Array  # int32 [T, k]
+    selected: Array | None  # int32 [T, index_topk], index sources only
+
+
+class Layers(nnx.Module):
+    """The weights that every backbone layer has, stacked [L]."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, kernels: KernelChoice) -> None:
+        count = config.num_hidden_layers
+        self.attn = Attention(config, numerics, kernels, count)
+        self.attn_norm = RMSNorm(config, numerics, (count,), config.hidden_size)
+        self.ffn_norm = RMSNorm(config, numerics, (count,), config.hidden_size)
+        self.hc_attn = HyperConnection(config, kernels, count)
+        self.hc_ffn = HyperConnection(config, kernels, count)
+        self.ffn = MoE(config, numerics, kernels, count)
+
+
+class Embedding(nnx.Module):
+    """A vocabulary matrix [V, D], for look-up or, as the head, for logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = parameter(shape, jnp.bfloat16, ("vocabulary", None))
+
+
+class Transformer(nnx.Module):
+    """A DeepSeek-V4.1 language model in its stored formats. Paths of its weights: `checkpoint.mapping`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        kernels: KernelChoice | None = None,
+        tables: EngramTables | None = None,
+    ) -> None:
+        c = self.config = config
+        self.numerics = numerics
+        self.kernels = kernels = kernels or KernelChoice()
+        self.embed, self.head = Embedding(c), Embedding(c)
+        self.norm = RMSNorm(c, numerics, (), c.hidden_size)
+        self.layers = Layers(c, numerics, kernels)
+        self.compressors = Compressor(c, numerics, kernels) if c.kv_source_layer_ids else None
+        self.gates = CompressorGate(c, numerics) if c.pooled_sources else None
+        self.indexers = Indexer(c, numerics, kernels) if c.index_source_layer_ids else None
+        self.ngram_hash = NgramHash(c, tables) if c.engram_layer_ids else None
+        self.engrams = Engram(c, numerics) if c.engram_layer_ids else None
+        self.engram_tables = nnx.List([EngramTable(c, rows) for rows in c.engram_num_embeddings])
+
+    def __call__(
+        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False
+    ) -> tuple[Array, EngineState, list[LayerTrace]]:
+        """Runs `rows` through all layers.
+
+        Returns the normed final hidden states [T, D], the state with every cache updated, and with `trace` one
+        LayerTrace for each run of layers (else an empty list).
+        """
+        c = self.config
+        embedded = self.embed.weight[...][rows.token].astype(self.numerics.dtype)
+        memory: list[Array] = []
+        if self.ngram_hash is not None:
+            look, history = self.ngram_hash.lookback(rows, state.engram_history)
+            table_rows = self.ngram_hash(look)
+            state = state.replace(engram_history=history)
+            # Look-ups depend on ids only: they are issued before layer 0 and consumed where the layer needs them.
+            memory = [t(table_rows[g], self.numerics.dtype) for g, t in enumerate(self.engram_tables)]
+        carry = Carry(
+            streams=jnp.repeat(embedded[:, None], c.hc_mult, axis=1),
+            pre=jnp.zeros((rows.num_rows, c.hc_mult), jnp.float32).at[:, 0].set(1.0),
+            state=state,
+            selected=None,
+            candidates=None,
+        )
+        cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
+        traces = []
+        for run in c.layer_runs:
+            if len(run) == 1:
+                plan = run[0]
+                carry, record = self.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
+                record = jax.tree.map(lambda a: a[None], record)
+            else:
+                carry, record = self._scan(run, carry, rows, cos_sin, layout, trace)
+            if trace:
+                traces.append(record)
+        hidden = hyper_connections.collapse(
+            carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
+        )
+        return self.norm(hidden), carry.state, traces
+
+    def _scan(
+        self,
+        run: tuple[LayerPlan, ...],
+        carry: Carry,
+        rows: Rows,
+        cos_sin: dict[bool, tuple[Array, Array]],
+        layout: CacheLayout,
+        trace: bool,
+    ) -> tuple[Carry, LayerTrace | None]:
+        """A run of layers of one kind: the program holds their body once."""
+
+        def body(carry: Carry, layer: Array) -> tuple[Carry, LayerTrace | None]:
+            carry, record = self.layer(run[0], layer, carry, rows, cos_sin, layout, [])
+            return carry, record if trace else None
+
+        numbers = jnp.arange(run[0].layer, run[-1].layer + 1, dtype=jnp.int32)
+        return lax.scan(body, carry, numbers)
+
+    def layer(
+        self,
+        plan: LayerPlan,
+        layer: Array | int,
+        carry: Carry,
+        rows: Rows,
+        cos_sin: dict[bool, tuple[Array, Array]],
+        layout: CacheLayout,
+        memory: list[Array],
+    ) -> tuple[Carry, LayerTrace]:
+        """One block (numerics 10). plan: its kind, static; layer: its number, traced inside a run."""
+        w = self.layers
+        streams, state, selected, candidates = carry.streams, carry.state, carry.selected, carry.candidates
+        if plan.engram >= 0:
+            assert self.engrams is not None
+            streams = self.engrams(plan.engram, streams, memory[plan.engram], rows.image)
+        x, pre, post, comb = w.hc_attn(layer, streams, carry.pre)
+        x = w.attn_norm(x, layer)
+        angles = cos_sin[plan.ratio > 0]
+        latent_query = w.attn.latent_query(layer, x)
+        if plan.owns_kv:
+            assert self.compressors is not None
+            state = self.compressors(plan.kv_source, self.gates, x, rows, state, layout)
+        if plan.owns_index:
+            assert self.indexers is not None
+            selected, made = self.indexers(plan, x, latent_query, angles, rows, state, layout, candidates)
+            candidates = made if plan.is_candidate_source else candidates
+        y, state = w.attn(
+            plan, layer, x, latent_query, selected if plan.ratio else None, angles, rows, state, layout
+        )
+        streams = w.hc_attn.expand(y, streams, post, comb)
+        x, next_pre, post, comb = w.hc_ffn(layer, streams, pre)
+        y, experts = w.ffn(layer, w.ffn_norm(x, layer), rows.image, rows.valid)
+        streams = w.hc_ffn.expand(y, streams, post, comb)
+        record = LayerTrace(streams, experts, selected if plan.owns_index else None)
+        return Carry(streams, next_pre, state, selected, candidates), record
+
+    def logits(self, hidden: Array) -> Array:
+        """[N, D] -> fp32 logits [N, V] (numerics 15.2)."""
+        return jnp.einsum(
+            "td,vd->tv",
+            hidden.astype(jnp.float32),
+            self.head.weight[...].astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+
+
+def abstract_model(config: ModelConfig, numerics: Numerics, kernels: KernelChoice | None = None) -> Transformer:
+    """The model with ShapeDtypeStructs for weights: shapes, dtypes and logical axes at no cost."""
+    return nnx.eval_shape(lambda: Transformer(config, numerics, kernels))
+
+
+def parameter_paths(model: Transformer) -> dict[str, nnx.Param]:
+    """Dotted path -> parameter, the names that `checkpoint.mapping` uses."""
+    _, params, _ = nnx.split(model, nnx.Param, ...)
+    return {".".join(map(str, path)): leaf for path, leaf in params.flat_state()}
+
+
+def assemble(
+    config: ModelConfig,
+    numerics: Numerics,
+    leaves: Mapping[str, Array],
+    tables: EngramTables | None,
+    kernels: KernelChoice | None = None,
+) -> Transformer:
+    """The model around loaded weights. Raises ValueError when a leaf is missing, unknown or of another shape."""
+    graph, params, _ = nnx.split(abstract_model(config, numerics, kernels), nnx.Param, ...)
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in params.flat_state()}
+    if flat.keys() != leaves.keys():
+        raise ValueError(f"weights do not match the model: {sorted(flat.keys() ^ leaves.keys())}")
+    loaded = {}
+    for name, (path, leaf) in flat.items():
+        array, spec = leaves[name], leaf.get_value()
+        if array.shape != spec.shape or array.dtype != spec.dtype:
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype}{list(spec.shape)}")
+        loaded[path] = leaf.replace(array)
+    state = nnx.State.from_flat_path(loaded)
+    hashes = nnx.state(NgramHash(config, tables), HashTable) if config.engram_layer_ids else None
+    if hashes is not None:
+        state = nnx.merge_state(state, nnx.State({"ngram_hash": hashes}))
+    return nnx.merge(graph, state)

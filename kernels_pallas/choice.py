@@ -1,0 +1,48 @@
+"""Which implementation of an operation runs. A named one runs or raises; "auto" chooses and logs once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., object])
+
+OPERATIONS = ("hyper_connections", "index_topk", "sparse_attention", "compress_store", "expert_ffn")
+
+
+class UnknownImplementation(ValueError):
+    """The named implementation does not exist for this operation; the message lists those that do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelChoice:
+    """`kernels.implementation` and its per-operation overrides (`kernels.ops`)."""
+
+    default: str = "auto"
+    overrides: tuple[tuple[str, str], ...] = ()
+
+    def of(self, operation: str) -> str:
+        return dict(self.overrides).get(operation, self.default)
+
+
+def choose(operation: str, implementation: str, available: Mapping[str, F]) -> F:
+    """The implementation to call. `available` is ordered from the most to the least specialised."""
+    if implementation == "auto":
+        name = next(iter(available))
+        _log_once(operation, name)
+        return available[name]
+    if implementation not in available:
+        raise UnknownImplementation(
+            f"kernels: operation {operation!r} has no implementation {implementation!r} here; "
+            f"available: {', '.join(available)}"
+        )
+    return available[implementation]
+
+
+@functools.cache
+def _log_once(operation: str, name: str) -> None:
+    logger.info("kernel %s: auto chose %s", operation, name)

@@ -1,0 +1,50 @@
+"""Single-pass manifold-constrained hyper-connections in plain jnp (numerics 10).
+
+Streams X are [T, hc, D]; pre and post are fp32 [T, hc]; comb is fp32 [T, hc, hc], from stream j into stream k.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def mixes(
+    streams: Array, fn: Array, base: Array, scale: Array, *, iterations: int, eps: float, rms_eps: float
+) -> tuple[Array, Array, Array]:
+    """pre, post and comb of one site. fn fp32 [(2 + hc) hc, hc D] over the stream-major row; base [.], scale [3]."""
+    rows, hc, dim = streams.shape
+    flat = streams.reshape(rows, hc * dim).astype(jnp.float32)
+    z = jnp.einsum("ti,oi->to", flat, fn, precision=lax.Precision.HIGHEST)
+    z = z / jnp.sqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + rms_eps)
+    pre = jax.nn.sigmoid(z[:, :hc] * scale[0] + base[:hc]) + eps
+    post = 2.0 * jax.nn.sigmoid(z[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
+    comb = (z[:, 2 * hc :] * scale[2] + base[2 * hc :]).reshape(rows, hc, hc)
+    return pre, post, sinkhorn(comb, iterations, eps)
+
+
+def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
+    """Nearly doubly stochastic [T, hc, hc]: softmax over k, then column and row normalizations, ending on a column."""
+    m = jax.nn.softmax(logits, axis=-1) + eps
+    m = m / (jnp.sum(m, axis=-2, keepdims=True) + eps)
+
+    def step(_: int, m: Array) -> Array:
+        m = m / (jnp.sum(m, axis=-1, keepdims=True) + eps)
+        return m / (jnp.sum(m, axis=-2, keepdims=True) + eps)
+
+    return lax.fori_loop(0, iterations - 1, step, m)
+
+
+def collapse(streams: Array, pre: Array) -> Array:
+    """sum_j pre_j X_j -> [T, D] in the streams' dtype."""
+    return jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)
+
+
+def expand(y: Array, streams: Array, post: Array, comb: Array) -> Array:
+    """post_k y + sum_j comb[j, k] X_j -> [T, hc, D] in the streams' dtype."""
+    x = streams.astype(jnp.float32)
+    out = post[..., None] * y.astype(jnp.float32)[:, None, :]
+    for j in range(streams.shape[1]):
+        out += comb[:, j, :, None] * x[:, j, None, :]
+    return out.astype(streams.dtype)

@@ -1,0 +1,35 @@
+"""Choice of the compressed entries that a query attends to."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from di_jax.model.cache import CacheLayout
+from di_jax.model.rows import Rows
+from kernels_pallas.choice import choose
+from kernels_pallas.index_topk import reference
+
+
+def index_topk(
+    query: Array,
+    weights: Array,
+    pool: Array,
+    rows: Rows,
+    layout: CacheLayout,
+    *,
+    source: int,
+    candidates: Array | None = None,
+    make_candidates: bool = False,
+    implementation: str = "auto",
+) -> tuple[Array, Array | None]:
+    """(selected int32 [T, index_topk] ascending, -1 padded; candidate blocks int32 [T, candidate_topk_blocks] or None).
+
+    query [T, H, d] after rope and quantizer; weights fp32 [T, H], scaled; pool [blocks, rows_per_block, record] of
+    index keys, read at KV source `source`; candidates [T, blocks] restricts the choice (Reindex layers),
+    make_candidates produces them (the candidate source). None instead of candidates means that all entries are.
+    Bytes per row tile: 68 * context / ratio; flops per row: 2 * H * d * context / ratio.
+    """
+    run = choose("index_topk", implementation, {"reference": reference.index_topk})
+    return run(
+        query, weights, pool, rows, layout, source=source, candidates=candidates, make_candidates=make_candidates
+    )
