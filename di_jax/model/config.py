@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from di_jax.errors import UserError
+
 KNOWN_ARCHITECTURES = ("DeepseekV41ForCausalLM",)
 
 # Not in config.json, fixed by the released code (checkpoint.md section 2, last paragraph).
@@ -25,7 +27,7 @@ ROUTER_WEIGHT_EPS = 1e-20
 DEFAULT_DRAFT_BLOCK = 5
 
 
-class ModelConfigError(ValueError):
+class ModelConfigError(UserError):
     """A `config.json` that this engine cannot run; the message names the file and the field."""
 
 

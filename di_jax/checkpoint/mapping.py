@@ -1,0 +1,128 @@
+"""Which checkpoint tensors make up which parameter leaf.
+
+Our parameter tree has tens of leaves: layer weights are stacked over the layers that own them, so that a step takes
+few arguments. A leaf's dtype is the stored one. Paths are dotted; leading stack axes are, in order,
+
+    L backbone layers   S KV sources   P pooled KV sources (ratio > 1)   I index sources   G Engram layers   E experts
+
+Draft (`mtp.*`) and vision tensors have no leaf here.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from di_jax.checkpoint.inventory import STORED_DTYPES, expected_inventory
+from di_jax.model.config import ModelConfig
+
+Sources = tuple[tuple[tuple[int, ...], str], ...]
+
+_FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")
+_BLOCK_PLAIN = (
+    "attn_norm.weight", "ffn_norm.weight", "attn.q_norm.weight", "attn.kv_norm.weight", "attn.attn_sink",
+    "ffn.gate.weight", "ffn.gate.bias", "ffn.gate.bias_vl",
+)  # fmt: skip
+
+
+class LeafSpec(NamedTuple):
+    """Global shape (stack axes first) and device dtype of a leaf."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def leaf_sources(config: ModelConfig, path: str) -> list[tuple[tuple[int, ...], str]]:
+    """[(position on the stack axes, tensor name)]; position () for a leaf that is one tensor. KeyError if unknown."""
+    return list(all_sources(config)[path])
+
+
+def leaf_specs(config: ModelConfig, quantized: bool | None = None) -> dict[str, LeafSpec]:
+    """Shape and dtype of every leaf. quantized False: bf16 weights, no `.scale` leaves; None: as the config says."""
+    quantized = config.quantization is not None if quantized is None else quantized
+    inventory = expected_inventory(config, quantized)
+    specs = {}
+    for path, sources in _all_sources(config, quantized).items():
+        tensor = inventory[sources[0][1]]
+        stack = tuple(n + 1 for n in sources[-1][0])
+        specs[path] = LeafSpec((*stack, *tensor.shape), STORED_DTYPES[tensor.dtype])
+    return specs
+
+
+def all_sources(config: ModelConfig) -> MappingProxyType[str, Sources]:
+    """Every leaf's sources, in tree order, stack positions ascending."""
+    return _all_sources(config, config.quantization is not None)
+
+
+@lru_cache(maxsize=4)  # 92,000 names for the released model: built once per config, not once per leaf
+def _all_sources(config: ModelConfig, quantized: bool) -> MappingProxyType[str, Sources]:
+    tree = _Tree(quantized)
+    for name in ("embed.weight", "head.weight", "norm.weight"):
+        tree.single(name, name)
+    layers = [f"layers.{n}." for n in range(config.num_hidden_layers)]
+    kv_sources = [f"layers.{n}.attn." for n in config.kv_source_layer_ids]
+    index_sources = [f"layers.{n}.attn." for n in config.index_source_layer_ids]
+    engrams = [f"layers.{n}.engram." for n in config.engram_layer_ids]
+
+    for name in _BLOCK_PLAIN:
+        tree.stack(f"layers.{name}", layers, name)
+    for site in ("attn", "ffn"):
+        for name in ("fn", "base", "scale"):
+            tree.stack(f"layers.hc_{site}.{name}", layers, f"hc_{site}_{name}")
+    for name in _FP8:
+        tree.scaled_stack(f"layers.attn.{name}", layers, f"attn.{name}")
+    for name in ("w1", "w3", "w2"):
+        tree.scaled_stack(f"layers.ffn.shared_experts.{name}", layers, f"ffn.shared_experts.{name}")
+        tree.expert_stack(f"layers.ffn.experts.{name}", layers, config.n_routed_experts, name)
+
+    for name in ("wkv", "norm"):
+        tree.stack(f"compressors.{name}.weight", kv_sources, f"compressor.{name}.weight")
+    for name in ("wk", "k_norm"):
+        tree.stack(f"compressors.{name}.weight", kv_sources, f"indexer.{name}.weight")
+    pooled = [kv_sources[ordinal] for ordinal in config.pooled_sources]
+    tree.stack("gates.wgate.weight", pooled, "compressor.wgate.weight")
+
+    tree.scaled_stack("indexers.wq_b", index_sources, "indexer.wq_b")
+    tree.stack("indexers.weights_proj.weight", index_sources, "indexer.weights_proj.weight")
+
+    tree.scaled_stack("engrams.wkv", engrams, "wkv")
+    for name in ("q_weight", "k_weight"):
+        tree.stack(f"engrams.{name}", engrams, name)
+    for ordinal, prefix in enumerate(engrams):  # row counts differ between layers: no stack
+        for part in tree.parts:
+            tree.single(f"engram_tables.{ordinal}.{part}", f"{prefix}embed.{part}")
+    return MappingProxyType(tree.leaves)
+
+
+class _Tree:
+    """Collects leaves; a stack over nothing makes none."""
+
+    def __init__(self, quantized: bool) -> None:
+        self.parts = ("weight", "scale") if quantized else ("weight",)
+        self.leaves: dict[str, Sources] = {}
+
+    def single(self, path: str, name: str) -> None:
+        self.leaves[path] = (((), name),)
+
+    def stack(self, path: str, prefixes: list[str], suffix: str) -> None:
+        if prefixes:
+            self.leaves[path] = tuple(((n,), prefix + suffix) for n, prefix in enumerate(prefixes))
+
+    def scaled_stack(self, path: str, prefixes: list[str], stem: str) -> None:
+        for part in self.parts:
+            self.stack(f"{path}.{part}", prefixes, f"{stem}.{part}")
+
+    def expert_stack(self, path: str, prefixes: list[str], experts: int, stem: str) -> None:
+        for part in self.parts:
+            self.leaves[f"{path}.{part}"] = tuple(
+                ((n, e), f"{prefix}ffn.experts.{e}.{stem}.{part}")
+                for n, prefix in enumerate(prefixes)
+                for e in range(experts)
+            )

@@ -1,0 +1,407 @@
+"""The config: one frozen tree of dataclasses, read from a YAML file and `--set` assignments.
+
+Every key is a field here with its type, default and allowed values, so that this file is the reference of what can
+be set; how they are checked is config_schema.py. A `Config` that exists is valid: `dataclasses.replace` checks too.
+A key whose feature does not exist yet is declared with `only=(off value,)`; landing the feature deletes that.
+
+Nothing here imports jax: a wrong key is reported before the seconds that importing it costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from di_jax.config_schema import Group, assigned, check_ascending, dump_yaml, key, known, parse_yaml, show
+from di_jax.errors import ConfigError
+
+COMMANDS = ("generate", "serve", "score", "bench", "plan", "eval", "conformance")
+
+
+@dataclass(frozen=True)
+class ModelGroup(Group):
+    PATH: ClassVar[str] = "model"
+    path: str = "demo"  # a local folder, a hub id, or `demo`, the bundled checkpoint
+    revision: str | None = None  # branch, tag or commit of a hub id
+    dtype: str = key("bfloat16", choices=("float32", "bfloat16"))
+    quantize_caches: bool = True  # the window, compressed and index-key quantizers are part of the function
+    quantize_activations: bool | str = key("auto", choices=("auto", True, False))
+    wo_a_input: str | None = key(None, choices=(None, "quantized", "bf16"))  # null: as quantizes_activations
+    engram_placement: str = key("device", only=("device",))
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """`quantize_activations` with auto resolved: on for bfloat16, off for float32."""
+        return self.dtype == "bfloat16" if self.quantize_activations == "auto" else bool(self.quantize_activations)
+
+    @property
+    def quantizes_wo_a_input(self) -> bool:
+        """`wo_a_input` with null resolved (numerics 6.6)."""
+        return self.quantizes_activations if self.wo_a_input is None else self.wo_a_input == "quantized"
+
+
+@dataclass(frozen=True)
+class MeshGroup(Group):
+    PATH: ClassVar[str] = "mesh"
+    dp: int = key(1, low=1)  # data parallel ranks: each works on its own requests and pages
+    cp: int = key(1, low=1)  # context parallel ranks: they share the prompt of one request
+    ep: int = key(1, low=1)  # ranks that share the routed experts; reuses the ranks of dp and cp
+    simulate_devices: int = key(0, only=(0,))
+    rules: Mapping[str, Any] | None = key(None, only=(None,))
+
+    @property
+    def world(self) -> int:
+        """Devices that the mesh needs."""
+        return self.dp * self.cp
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.world % self.ep:
+            world = f"{self.dp} x {self.cp} = {self.world}"
+            raise ConfigError(f"mesh.ep: {self.ep} does not divide mesh.dp x mesh.cp = {world}")
+
+
+@dataclass(frozen=True)
+class DistributedGroup(Group):
+    PATH: ClassVar[str] = "distributed"
+    coordinator: str | None = key(None, only=(None,))
+    num_processes: int | None = key(None, only=(None,))
+    process_id: int | None = key(None, only=(None,))
+
+
+@dataclass(frozen=True)
+class PlatformGroup(Group):
+    PATH: ClassVar[str] = "platform"
+    name: str | None = key(None, choices=(None, "auto", "cpu", "gpu", "tpu"))  # null and auto: what jax finds
+    pjrt_plugin: str | None = key(None, only=(None,))
+
+
+@dataclass(frozen=True)
+class ReplayGroup(Group):
+    PATH: ClassVar[str] = "engine.replay"
+    decoder: str = key("off", only=("off",), booleans={False: "off"})
+    encoder: str = key("off", only=("off",), booleans={False: "off", True: "on"})
+    keep_tokens: int = key(140, only=(140,))
+
+
+def _check_buckets(dotted: str, buckets: tuple[int, ...] | None, limit_name: str, limit: int) -> None:
+    """A ladder of bucket sizes must ascend and hold the largest step. Raises ConfigError."""
+    if buckets is None:
+        return
+    check_ascending(dotted, buckets)
+    if buckets[-1] < limit:
+        raise ConfigError(f"{dotted}: the last bucket {buckets[-1]} is less than {limit_name} = {limit}")
+
+
+@dataclass(frozen=True)
+class EngineGroup(Group):
+    """Counts of sequences, tokens and blocks are per data-parallel rank."""
+
+    PATH: ClassVar[str] = "engine"
+    type: str = key("normal", only=("normal",))
+    policy: str = key("default", only=("default",))
+    max_num_seqs: int = key(16, low=1)  # requests running at once
+    max_num_batched_tokens: int = key(2048, low=1)  # tokens of one prefill step
+    max_sum_context: int | None = key(None, only=(None,))
+    max_model_len: int = key(4096, low=1)  # prompt and answer of one request, in tokens
+    block_size: int = key(128, only=(128,))  # tokens of one block of the paged caches
+    num_blocks: int | None = key(None, low=1)  # blocks of the pool; null: sized by the engine
+    memory_utilization: float = key(0.9, above=0, high=1)  # share of device memory for weights, caches and temporaries
+    prefill_buckets: tuple[int, ...] | None = key(None, low=1)  # padded tokens of a prefill step; null: a ladder
+    decode_buckets: tuple[int, ...] | None = key(None, low=1)  # padded requests of a decode step; null: a ladder
+    context_buckets: tuple[int, ...] | None = key(None, low=1)  # padded context tokens of a request; null: a ladder
+    warmup: bool = True  # compile every bucket before the first request
+    async_scheduling: bool = key(False, only=(False,))
+    prefix_caching: bool = key(False, only=(False,))
+    replay: ReplayGroup = ReplayGroup()
+    batch_invariant: bool = key(False, only=(False,))
+    watermark: float | None = key(None, only=(None,))
+    max_waiting: int | None = key(None, only=(None,))
+    deadline_s: float | None = key(None, only=(None,))
+    ttft_target_ms: float | None = key(None, only=(None,))
+    itl_target_ms: float | None = key(None, only=(None,))
+    state_cache_bytes: int = key(0, only=(0,))
+    log_interval: int = key(10, low=0)  # seconds between two status lines; 0: none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tokens = self.max_num_batched_tokens
+        if tokens < self.block_size:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens: {tokens} is less than engine.block_size = {self.block_size}"
+            )
+        if tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens: {tokens} is less than engine.max_num_seqs = {self.max_num_seqs}; "
+                "a step must hold one token of every running request"
+            )
+        if self.num_blocks is not None and self.num_blocks * self.block_size < self.max_model_len:
+            held = f"{self.num_blocks} x {self.block_size} = {self.num_blocks * self.block_size} tokens"
+            needed = -(-self.max_model_len // self.block_size)
+            raise ConfigError(
+                f"engine.num_blocks: {held} cannot hold one request of engine.max_model_len = {self.max_model_len}; "
+                f"give at least {needed}"
+            )
+        for name, limit in (
+            ("prefill_buckets", "max_num_batched_tokens"),
+            ("decode_buckets", "max_num_seqs"),
+            ("context_buckets", "max_model_len"),
+        ):
+            _check_buckets(f"engine.{name}", getattr(self, name), f"engine.{limit}", getattr(self, limit))
+
+
+@dataclass(frozen=True)
+class SpeculativeGroup(Group):
+    PATH: ClassVar[str] = "speculative"
+    enabled: bool = key(False, only=(False,))
+    num_draft_tokens: int = key(5, only=(5,))
+    varlen: bool = key(False, only=(False,))
+    coupled: bool = key(False, only=(False,))
+    draft_sampling: str = key("probabilistic", only=("probabilistic",))
+    confidence_temperatures: tuple[float, ...] | None = key(None, only=(None,))
+
+
+@dataclass(frozen=True)
+class EplbGroup(Group):
+    PATH: ClassVar[str] = "eplb"
+    preset: str = key("none", only=("none",))
+    window: int = key(0, only=(0,))
+    interval: int = key(0, only=(0,))
+    extra_per_rank: int = key(0, only=(0,))
+    force: str = key("none", only=("none",))
+
+
+@dataclass(frozen=True)
+class StructuredGroup(Group):
+    PATH: ClassVar[str] = "structured"
+    workers: int = key(0, only=(0,))
+    timeout_s: float | None = key(None, only=(None,))
+    max_schema_bytes: int | None = key(None, only=(None,))
+    cache_bytes: int = key(0, only=(0,))
+
+
+@dataclass(frozen=True)
+class CacheGroup(Group):
+    PATH: ClassVar[str] = "cache"
+    compile_dir: str | None = None  # folder of compiled steps; null: none is kept
+    weights_dir: str | None = None  # folder of converted checkpoints; null: none is kept
+
+
+@dataclass(frozen=True)
+class KernelOps(Group):
+    """An implementation for one operation; null follows `kernels.implementation`."""
+
+    PATH: ClassVar[str] = "kernels.ops"
+    hyper_connections: str | None = key(None, choices=(None, "auto", "reference"))
+    index_topk: str | None = key(None, choices=(None, "auto", "reference"))
+    sparse_attention: str | None = key(None, choices=(None, "auto", "reference"))
+    compress_store: str | None = key(None, choices=(None, "auto", "reference"))
+    expert_ffn: str | None = key(None, choices=(None, "auto", "reference"))
+
+
+@dataclass(frozen=True)
+class KernelsGroup(Group):
+    PATH: ClassVar[str] = "kernels"
+    implementation: str = key("auto", choices=("auto", "reference"))  # auto may choose, a named one must run
+    ops: KernelOps = KernelOps()
+
+    @property
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """The operations with an implementation of their own: (operation, implementation) pairs."""
+        named = dataclasses.asdict(self.ops)
+        return tuple((op, implementation) for op, implementation in named.items() if implementation is not None)
+
+
+@dataclass(frozen=True)
+class SamplingGroup(Group):
+    """Defaults of a request's `sampling`."""
+
+    PATH: ClassVar[str] = "sampling"
+    temperature: float = key(1.0, low=0)  # 0: greedy
+    top_p: float = key(1.0, only=(1.0,))
+    top_k: int = key(0, only=(0, -1))
+    min_p: float = key(0.0, only=(0.0,))
+    max_tokens: int = key(16, low=1)
+    min_tokens: int = key(0, only=(0,))
+    seq_seed: int | None = None  # null: drawn anew for every request
+    stop: tuple[str, ...] | None = None  # texts that end an answer
+    stop_token_ids: tuple[int, ...] | None = key(None, low=0)
+    ignore_eos: bool = False
+    logprobs: int | None = key(None, only=(None,))
+    prompt_logprobs: int | None = key(None, only=(None,))
+    n: int = key(1, only=(1,))
+    presence_penalty: float = key(0.0, only=(0.0,))
+    frequency_penalty: float = key(0.0, only=(0.0,))
+    repetition_penalty: float = key(1.0, only=(1.0,))
+    logit_bias: Mapping[str, Any] | None = key(None, only=(None,))
+    bad_words: tuple[str, ...] | None = key(None, only=(None,))
+    priority: int = key(0, only=(0,))
+    so_args: Mapping[str, Any] | None = key(None, only=(None,))
+    forced_token_ids: tuple[int, ...] | None = key(None, only=(None,))
+    deadline_s: float | None = key(None, only=(None,))
+    cache_salt: str | None = key(None, only=(None,))
+
+
+@dataclass(frozen=True)
+class ServerGroup(Group):
+    PATH: ClassVar[str] = "server"
+    host: str = key("127.0.0.1", only=("127.0.0.1",))
+    port: int = key(8000, only=(8000,))
+    api_keys: tuple[str, ...] | None = key(None, only=(None,))
+    admin_api_keys: tuple[str, ...] | None = key(None, only=(None,))
+    grace_s: float = key(60.0, only=(60.0,))
+    max_body_bytes: int = key(33554432, only=(33554432,))
+
+
+@dataclass(frozen=True)
+class GenerateGroup(Group):
+    """What `generate` answers when neither --input nor --prompt is given."""
+
+    PATH: ClassVar[str] = "generate"
+    prompts: tuple[str, ...] | None = None
+    input: str | None = None  # a .jsonl file of request records
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts is not None and self.input is not None:
+            raise ConfigError(f"generate.input: {self.input!r} and generate.prompts are both set; keep one")
+
+
+@dataclass(frozen=True)
+class ScoreGroup(Group):
+    PATH: ClassVar[str] = "score"
+    feed: str = key("whole", choices=("whole", "chunked", "stepwise"))
+    chunk: int = key(64, low=1)  # tokens of one piece of the chunked feed
+    trace: bool = False  # also store streams, selections and experts of every layer
+
+
+@dataclass(frozen=True)
+class BenchGroup(Group):
+    PATH: ClassVar[str] = "bench"
+    kind: str = key("engine", only=("engine",))
+    batch_sizes: tuple[int, ...] = key((1, 16), low=1)
+    prompt_len: int = key(128, low=1)  # tokens
+    output_len: int = key(32, low=1)  # tokens
+    repeats: int = key(3, low=1)  # timed runs of each row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ascending("bench.batch_sizes", self.batch_sizes)
+
+
+@dataclass(frozen=True)
+class PlanGroup(Group):
+    PATH: ClassVar[str] = "plan"
+    device: str = key("h200", only=("h200",))
+
+
+@dataclass(frozen=True)
+class EvalGroup(Group):
+    PATH: ClassVar[str] = "eval"
+    tasks: tuple[str, ...] | None = key(None, only=(None,))
+    n: int | None = key(None, only=(None,))
+    judge: str | None = key(None, only=(None,))
+    files: tuple[str, ...] | None = key(None, only=(None,))
+    judge_url: str | None = key(None, only=(None,))
+    judge_model: str | None = key(None, only=(None,))
+    judge_key_file: str | None = key(None, only=(None,))
+
+
+@dataclass(frozen=True)
+class Config(Group):
+    """The whole tree. `Config()` is the default of every key; `Config.from_dict` and `load_config` read one."""
+
+    command: str = key("generate", choices=COMMANDS)
+    model: ModelGroup = ModelGroup()
+    mesh: MeshGroup = MeshGroup()
+    distributed: DistributedGroup = DistributedGroup()
+    platform: PlatformGroup = PlatformGroup()
+    engine: EngineGroup = EngineGroup()
+    speculative: SpeculativeGroup = SpeculativeGroup()
+    eplb: EplbGroup = EplbGroup()
+    structured: StructuredGroup = StructuredGroup()
+    cache: CacheGroup = CacheGroup()
+    kernels: KernelsGroup = KernelsGroup()
+    sampling: SamplingGroup = SamplingGroup()
+    server: ServerGroup = ServerGroup()
+    generate: GenerateGroup = GenerateGroup()
+    score: ScoreGroup = ScoreGroup()
+    bench: BenchGroup = BenchGroup()
+    plan: PlanGroup = PlanGroup()
+    eval: EvalGroup = EvalGroup()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.command != "bench":
+            return
+        length, limit = self.bench.prompt_len + self.bench.output_len, self.engine.max_model_len
+        if length > limit:
+            lengths = f"{self.bench.prompt_len} + {self.bench.output_len} = {length}"
+            raise ConfigError(f"bench.prompt_len + bench.output_len: {lengths} exceed engine.max_model_len = {limit}")
+        rows, limit = max(self.bench.batch_sizes), self.engine.max_num_seqs
+        if rows > limit:
+            raise ConfigError(f"bench.batch_sizes: {rows} requests at once exceed engine.max_num_seqs = {limit}")
+
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """This config with some keys changed, by dotted name: `config.with_values({"engine.max_num_seqs": 4})`."""
+        raw: Mapping[str, Any] = self.to_dict()
+        for name, value in values.items():
+            raw = assigned(Config, raw, name, value)
+        return Config.from_dict(raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved tree as plain YAML data: dicts, lists, text, numbers, booleans, None."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    def to_yaml(self) -> str:
+        """The resolved tree as YAML text that `load_config` reads back to an equal config."""
+        return dump_yaml(self.to_dict())
+
+    def digest(self, *groups: str) -> str:
+        """SHA-256, in hex, of the resolved tree or of the named groups only: a key for caches."""
+        plain = self.to_dict()
+        picked = {name: plain[name] for name in groups if known(Config, name)} if groups else plain
+        return hashlib.sha256(json.dumps(picked, sort_keys=True).encode()).hexdigest()
+
+
+def load_config(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a config file, given by path or by the bare name of a packaged one, and applies `a.b=value` overrides.
+
+    The values of overrides are YAML. Raises ConfigError, naming the key, the value and what is expected.
+    """
+    path = find_config(path_or_name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: cannot be read: {error}") from error
+    raw = parse_yaml(text, f"config {path}")
+    raw = {} if raw is None else raw
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"config {path}: {show(raw)} is not a mapping of groups")
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"--set {override}: expected dotted.key=value")
+        raw = assigned(Config, raw, name.strip(), parse_yaml(value, f"--set {override}"))
+    return Config.from_dict(raw)
+
+
+def find_config(path_or_name: str | Path) -> Path:
+    """The file that `--config` means: an existing path, else a packaged config by its name with or without .yaml."""
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    # In a wheel the configs lie inside the package, in a checkout beside it.
+    inside = Path(__file__).resolve().parent / "configs"
+    folder = inside if inside.is_dir() else inside.parent.parent / "configs"
+    packaged = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    name = str(path_or_name).removesuffix(".yaml")
+    if name in packaged:
+        return packaged[name]
+    raise ConfigError(f"config {str(path_or_name)!r}: no such file; packaged configs: {', '.join(packaged)}")
