@@ -30,19 +30,9 @@ class ModelGroup(Group):
     revision: str | None = None  # branch, tag or commit of a hub id
     dtype: str = key("bfloat16", choices=("float32", "bfloat16"))
     quantize_caches: bool = True  # the window, compressed and index-key quantizers are part of the function
-    quantize_activations: bool | str = key("auto", choices=("auto", True, False))
-    wo_a_input: str | None = key(None, choices=(None, "quantized", "bf16"))  # null: as quantizes_activations
+    quantize_activations: bool | str = key("auto", choices=("auto", True, False))  # auto: on for bfloat16
+    wo_a_input: str | None = key(None, choices=(None, "quantized", "bf16"))  # null: as the activations
     engram_placement: str = key("device", only=("device",))
-
-    @property
-    def quantizes_activations(self) -> bool:
-        """`quantize_activations` with auto resolved: on for bfloat16, off for float32."""
-        return self.dtype == "bfloat16" if self.quantize_activations == "auto" else bool(self.quantize_activations)
-
-    @property
-    def quantizes_wo_a_input(self) -> bool:
-        """`wo_a_input` with null resolved (numerics 6.6)."""
-        return self.quantizes_activations if self.wo_a_input is None else self.wo_a_input == "quantized"
 
 
 @dataclass(frozen=True)

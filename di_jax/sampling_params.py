@@ -13,8 +13,8 @@ from di_jax.config_schema import key
 from di_jax.errors import ConfigError, UserError
 
 WORD = 2**64 - 1
-# Below this, logits / temperature leaves the range in which fp32 still resolves the Gumbel noise.
-LOWEST_TEMPERATURE = 1e-4
+# Outside of these, logits / temperature leaves the range in which fp32 still resolves it beside the Gumbel noise.
+TEMPERATURES = (1e-4, 1e4)
 
 
 class SamplingError(UserError):
@@ -50,10 +50,10 @@ class SamplingParams(SamplingGroup):
             raise SamplingError(f"sampling.stop: {self.stop!r} holds an empty text, which would end every answer")
         if self.stop and not self.detokenize:
             raise SamplingError("sampling.stop: needs sampling.detokenize, for stops are searched in the text")
-        if 0 < self.temperature < LOWEST_TEMPERATURE:
+        low, high = TEMPERATURES
+        if self.temperature and not low <= self.temperature <= high:
             raise SamplingError(
-                f"sampling.temperature: {self.temperature} is out of range; expected 0 (greedy) or at least "
-                f"{LOWEST_TEMPERATURE}"
+                f"sampling.temperature: {self.temperature} is out of range; expected 0 (greedy) or {low} to {high:.0f}"
             )
 
     @property

@@ -6,15 +6,15 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+
+from di_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
-F = TypeVar("F", bound=Callable[..., object])
 
 OPERATIONS = ("hyper_connections", "index_topk", "sparse_attention", "compress_store", "expert_ffn")
 
 
-class UnknownImplementation(ValueError):
+class UnknownImplementation(UserError):
     """The named implementation does not exist for this operation; the message lists those that do."""
 
 
@@ -29,7 +29,7 @@ class KernelChoice:
         return dict(self.overrides).get(operation, self.default)
 
 
-def choose(operation: str, implementation: str, available: Mapping[str, F]) -> F:
+def choose[F: Callable[..., object]](operation: str, implementation: str, available: Mapping[str, F]) -> F:
     """The implementation to call. `available` is ordered from the most to the least specialised."""
     if implementation == "auto":
         name = next(iter(available))

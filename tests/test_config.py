@@ -234,18 +234,6 @@ def test_empty_files_and_empty_groups_have_the_defaults(write: Any) -> None:
     assert load_config(write("engine:\n  # max_num_seqs: 4\nmodel: {}\n")) == Config()
 
 
-def test_activation_quantizers_follow_the_dtype() -> None:
-    def model(**keys: Any) -> Any:
-        return Config.from_dict({"model": keys}).model
-
-    assert model().quantizes_activations and model().quantizes_wo_a_input
-    assert not model(dtype="float32").quantizes_activations and not model(dtype="float32").quantizes_wo_a_input
-    assert model(dtype="float32", quantize_activations=True).quantizes_activations
-    assert not model(quantize_activations=False).quantizes_activations
-    assert not model(wo_a_input="bf16").quantizes_wo_a_input
-    assert model(dtype="float32", wo_a_input="quantized").quantizes_wo_a_input
-
-
 def test_kernel_overrides() -> None:
     kernels = Config.from_dict({"kernels": {"ops": {"index_topk": "reference"}}}).kernels
     assert (kernels.implementation, kernels.overrides) == ("auto", (("index_topk", "reference"),))

@@ -1,7 +1,8 @@
 """The released weight formats in NumPy: quantize when writing, dequantize to check (numerics 3, checkpoint 6).
 
 Every scale is a power of two held as its ue8m0 byte, value 2^(byte - 127), byte in 1..254. A weight that is already
-representable comes back exactly: its block's new scale is never larger than the one it was made with.
+representable comes back exactly: its block's new scale is never larger than the one it was made with. Magnitudes
+must be below MAX_MAGNITUDE, else a value rounded up may leave the range of float32.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from di_jax.checkpoint.inventory import BLOCK
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
+MAX_MAGNITUDE = 2.0**126
 # The smallest scale, 2^-126 (byte 1): byte 0 would decode to 0 by the exponent shift that readers use.
 _MIN_SCALE = np.float32(2.0**-126)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -32,7 +32,7 @@ from di_jax.checkpoint.inventory import (
     expected_inventory,
     scale_name,
 )
-from di_jax.checkpoint.quantize import quantize_fp4_rows, quantize_fp8_block, quantize_fp8_rows
+from di_jax.checkpoint.quantize import MAX_MAGNITUDE, quantize_fp4_rows, quantize_fp8_block, quantize_fp8_rows
 from di_jax.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from di_jax.model.config import ModelConfig, ModelConfigError
 
@@ -232,8 +232,8 @@ def _write_tensor(
     item = STORED_DTYPES[spec.dtype].itemsize
     for row in range(0, rows, step):
         piece = values[row : row + step]
-        if not np.isfinite(piece).all():
-            raise CheckpointError(f"tensor {name!r}: holds a value that is not finite")
+        if not np.abs(piece).max(initial=0) < MAX_MAGNITUDE:  # false for NaN too
+            raise CheckpointError(f"tensor {name!r}: holds a value that is not finite or beyond {MAX_MAGNITUDE:.3g}")
         if spec.storage == "plain":
             put(name, width * item, row, piece.astype(ml_dtypes.bfloat16) if spec.dtype == "BF16" else piece)
             continue

@@ -17,7 +17,7 @@ class CompileCounter:
         self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _EVENT:
             with self._lock:
                 self._count += 1

@@ -91,7 +91,7 @@ class Attention(nnx.Module):
         return self.output(layer, out), state.replace(window=stored)
 
     def output(self, layer: Array | int, out: Array) -> Array:
-        """[T, H, d] -> [T, D]: each group of heads goes down to its rank, then all groups up together (numerics 6.6)."""
+        """[T, H, d] -> [T, D]: each group of heads goes down to its rank, then all up together (numerics 6.6)."""
         c, n = self.config, self.numerics
         grouped = out.reshape(-1, c.o_groups, c.num_attention_heads // c.o_groups * c.head_dim)
         if n.quantize_wo_a_input and self.wo_a.quantized:

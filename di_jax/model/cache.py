@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ class CacheLayout:
     def abstract(self) -> EngineState:
         """The state as ShapeDtypeStructs."""
         c, f = self.config, self.formats
-        shape = jax.ShapeDtypeStruct
+        shape: Any = jax.ShapeDtypeStruct
         pages = (self.num_blocks, self.rows_per_block)
         return EngineState(
             compressed=shape((*pages, f.compressed.record(c.head_dim)), f.compressed.dtype),
@@ -84,16 +85,17 @@ class CacheLayout:
             last_token=shape((self.num_slots,), jnp.dtype(jnp.int32)),
         )
 
-    def logical_axes(self) -> EngineState:
+    @staticmethod
+    def logical_axes() -> dict[str, tuple[str | None, ...]]:
         """Logical axis names of every state array; the mesh rules map them (architecture 4)."""
-        return EngineState(
-            compressed=("blocks", None, None),  # type: ignore[arg-type]
-            index=("blocks", None, None),  # type: ignore[arg-type]
-            window=("layers", "slots", None, None),  # type: ignore[arg-type]
-            compressor=("layers", "slots", None, None, None),  # type: ignore[arg-type]
-            engram_history=("slots", None),  # type: ignore[arg-type]
-            last_token=("slots",),  # type: ignore[arg-type]
-        )
+        return {
+            "compressed": ("blocks", None, None),
+            "index": ("blocks", None, None),
+            "window": ("layers", "slots", None, None),
+            "compressor": ("layers", "slots", None, None, None),
+            "engram_history": ("slots", None),
+            "last_token": ("slots",),
+        }
 
     def allocate(self) -> EngineState:
         """Zeroed caches on the default device."""

@@ -22,9 +22,7 @@ class CompressorGate(nnx.Module):
     def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
         axes = ("layers", None, None)
         pooled = (len(config.pooled_sources),)
-        self.wgate = Linear(
-            config, numerics, pooled, config.head_dim, config.hidden_size, storage="bf16", axes=axes
-        )
+        self.wgate = Linear(config, numerics, pooled, config.head_dim, config.hidden_size, storage="bf16", axes=axes)
 
 
 class Compressor(nnx.Module):
@@ -63,24 +61,22 @@ class Compressor(nnx.Module):
                 pair, state.compressor[ordinal], rows, ratio, implementation=self.implementation
             )
             latent = pooled.astype(self.numerics.dtype)
-            ring = compress_store.store_pairs(
-                state.compressor, ordinal, pair, rows, implementation=self.implementation
-            )
+            ring = compress_store.store_pairs(state.compressor, ordinal, pair, rows, implementation=self.implementation)
             state = state.replace(compressor=ring)
         latent = self.norm(latent, source)
         # Both the entry and its key rotate at the group's first token; the key uses the un-rotated latent.
         cos_sin = rotation(self.config, True, entry * ratio)
         key = rotate(self.k_norm(self.wk(latent, source), source), cos_sin)
         formats = layout.formats
-        place = {"row": row, "entry": entry, "emits": emits, "rows": rows, "layout": layout}
-        entries = formats.compressed.encode(rotate(latent, cos_sin))
+
+        def store(pool: Array, record: Array) -> Array:
+            return compress_store.store_entries(
+                pool, source, record, row, entry, emits, rows, layout, implementation=self.implementation
+            )
+
         return state.replace(
-            compressed=compress_store.store_entries(
-                state.compressed, source, entries, **place, implementation=self.implementation
-            ),
-            index=compress_store.store_entries(
-                state.index, source, formats.index.encode(key), **place, implementation=self.implementation
-            ),
+            compressed=store(state.compressed, formats.compressed.encode(rotate(latent, cos_sin))),
+            index=store(state.index, formats.index.encode(key)),
         )
 
     @staticmethod

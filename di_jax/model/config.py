@@ -298,7 +298,7 @@ class _Reader:
             value = float(value)
         if type(value) is not kind:
             raise self.fail(field, f"must be {kind.__name__}, found {value!r}")
-        if kind is int and value < 0:
+        if isinstance(value, int) and value < 0:
             raise self.fail(field, f"must not be negative, found {value}")
         return value
 
@@ -374,16 +374,14 @@ class _Reader:
             raise self.fail("rope_scaling", f"must be an object, found {scaling!r}")
         if scaling.get("rope_type", scaling.get("type")) != "yarn":
             raise self.fail("rope_scaling.rope_type", f"must be 'yarn', found {scaling.get('rope_type')!r}")
-        values = {"theta": theta, "compress_theta": compress}
+        values: dict[str, Any] = {"theta": theta, "compress_theta": compress}
         for name in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
             values[name] = scaling.get(name)
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise self.fail(f"rope {name}", f"must be a positive number, found {value!r}")
         original = int(values.pop("original_max_position_embeddings"))
-        return RopeConfig(
-            **{k: float(v) for k, v in values.items()}, original_max_position_embeddings=original
-        )
+        return RopeConfig(**{k: float(v) for k, v in values.items()}, original_max_position_embeddings=original)
 
     def _quantization(self) -> QuantizationConfig | None:
         raw = self.raw.get("quantization_config")
@@ -454,9 +452,7 @@ class _Reader:
             ("index_source_layer_ids", c.index_source_layer_ids),
         ):
             require(list(ids) == sorted(set(ids)), field, f"must ascend without repeats, found {list(ids)}")
-            require(
-                all(n in compressed for n in ids), field, f"names a layer that does not compress: {list(ids)}"
-            )
+            require(all(n in compressed for n in ids), field, f"names a layer that does not compress: {list(ids)}")
             require(
                 not compressed or (bool(ids) and ids[0] == compressed[0]),
                 field,
@@ -488,12 +484,9 @@ class _Reader:
         require(
             all(0 <= n < c.candidate_source_layer_id for n in c.engram_layer_ids),
             "engram_layer_ids",
-            f"must lie before the decoder half (layer {c.candidate_source_layer_id}), "
-            f"found {list(c.engram_layer_ids)}",
+            f"must lie before the decoder half (layer {c.candidate_source_layer_id}), found {list(c.engram_layer_ids)}",
         )
-        require(
-            all(n < 2**31 for n in c.engram_num_embeddings), "engram_num_embeddings", "must fit 32-bit rows"
-        )
+        require(all(n < 2**31 for n in c.engram_num_embeddings), "engram_num_embeddings", "must fit 32-bit rows")
         require(c.engram_vocab_size < 2**24, "engram_vocab_size", "must be below 2^24 (32-bit hash arithmetic)")
 
 

@@ -89,6 +89,7 @@ class EngramTable(nnx.Module):
 
     def __init__(self, config: ModelConfig, rows: int) -> None:
         axes = ("engram_rows", None)
+        self.scale: nnx.Param | None
         if config.quantization:
             self.weight = parameter((rows, config.engram_head_dim), jnp.float8_e4m3fn, axes)
             self.scale = parameter((rows, -(-config.engram_head_dim // 32)), jnp.uint8, axes)
@@ -136,5 +137,3 @@ def engram_gate(d: Array) -> Array:
     """sigmoid(copysign(sqrt(max(|d|, 1e-6)), d)): open by half at zero, on the side of zero's sign (numerics 12.6)."""
     root = jnp.sqrt(jnp.maximum(jnp.abs(d), ENGRAM_GATE_CLAMP))
     return jax.nn.sigmoid(jnp.where(jnp.signbit(d), -root, root))
-
-

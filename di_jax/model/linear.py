@@ -75,6 +75,7 @@ class Linear(nnx.Module):
         storage = storage if config.quantization else "bf16"
         self.numerics = numerics
         self.quantized = storage != "bf16"
+        self.scale: nnx.Param | None
         if storage == "fp8":
             self.weight = parameter((*stack, out_features, in_features), jnp.float8_e4m3fn, axes)
             self.scale = parameter((*stack, -(-out_features // 32), -(-in_features // 32)), jnp.uint8, axes)

@@ -19,9 +19,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, layers: int) -> None:
         c = self.config = config
-        self.weight = parameter(
-            (layers, c.n_routed_experts, c.hidden_size), jnp.bfloat16, ("layers", None, None)
-        )
+        self.weight = parameter((layers, c.n_routed_experts, c.hidden_size), jnp.bfloat16, ("layers", None, None))
         self.bias = parameter((layers, c.n_routed_experts), jnp.float32, ("layers", None))
         self.bias_vl = parameter((layers, c.n_routed_experts), jnp.float32, ("layers", None))
 

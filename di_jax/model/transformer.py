@@ -118,16 +118,16 @@ class Transformer(nnx.Module):
             candidates=None,
         )
         cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
-        traces = []
+        traces: list[LayerTrace] = []
         for run in c.layer_runs:
             if len(run) == 1:
                 plan = run[0]
                 carry, record = self.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
-                record = jax.tree.map(lambda a: a[None], record)
+                records = jax.tree.map(lambda a: a[None], record) if trace else None
             else:
-                carry, record = self._scan(run, carry, rows, cos_sin, layout, trace)
-            if trace:
-                traces.append(record)
+                carry, records = self._scan(run, carry, rows, cos_sin, layout, trace)
+            if records is not None:
+                traces.append(records)
         hidden = hyper_connections.collapse(
             carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
         )
@@ -178,9 +178,7 @@ class Transformer(nnx.Module):
             assert self.indexers is not None
             selected, made = self.indexers(plan, x, latent_query, angles, rows, state, layout, candidates)
             candidates = made if plan.is_candidate_source else candidates
-        y, state = w.attn(
-            plan, layer, x, latent_query, selected if plan.ratio else None, angles, rows, state, layout
-        )
+        y, state = w.attn(plan, layer, x, latent_query, selected if plan.ratio else None, angles, rows, state, layout)
         streams = w.hc_attn.expand(y, streams, post, comb)
         x, next_pre, post, comb = w.hc_ffn(layer, streams, pre)
         y, experts = w.ffn(layer, w.ffn_norm(x, layer), rows.image, rows.valid)
@@ -205,8 +203,7 @@ def abstract_model(config: ModelConfig, numerics: Numerics, kernels: KernelChoic
 
 def parameter_paths(model: Transformer) -> dict[str, nnx.Param]:
     """Dotted path -> parameter, the names that `checkpoint.mapping` uses."""
-    _, params, _ = nnx.split(model, nnx.Param, ...)
-    return {".".join(map(str, path)): leaf for path, leaf in params.flat_state()}
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.state(model, nnx.Param).flat_state()}
 
 
 def assemble(
@@ -217,8 +214,8 @@ def assemble(
     kernels: KernelChoice | None = None,
 ) -> Transformer:
     """The model around loaded weights. Raises ValueError when a leaf is missing, unknown or of another shape."""
-    graph, params, _ = nnx.split(abstract_model(config, numerics, kernels), nnx.Param, ...)
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in params.flat_state()}
+    model = abstract_model(config, numerics, kernels)
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.state(model, nnx.Param).flat_state()}
     if flat.keys() != leaves.keys():
         raise ValueError(f"weights do not match the model: {sorted(flat.keys() ^ leaves.keys())}")
     loaded = {}
@@ -231,4 +228,4 @@ def assemble(
     hashes = nnx.state(NgramHash(config, tables), HashTable) if config.engram_layer_ids else None
     if hashes is not None:
         state = nnx.merge_state(state, nnx.State({"ngram_hash": hashes}))
-    return nnx.merge(graph, state)
+    return nnx.merge(nnx.graphdef(model), state)

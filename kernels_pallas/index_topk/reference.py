@@ -13,7 +13,7 @@ NO_ENTRY = jnp.iinfo(jnp.int32).max
 
 
 def scores(query: Array, weights: Array, keys: Array) -> Array:
-    """sum_h w_h relu(q_h . k): query [..., H, d], fp32 weights [..., H], keys [N, d] or [..., N, d] -> fp32 [..., N]."""
+    """sum_h w_h relu(q_h . k): query [..., H, d], weights [..., H], keys [N, d] or [..., N, d] -> [..., N], fp32."""
     spec = "...hd,nd->...hn" if keys.ndim == 2 else "...hd,...nd->...hn"
     dots = jnp.einsum(spec, query, keys, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return jnp.sum(jnp.maximum(dots, 0) * weights[..., None], axis=-2)

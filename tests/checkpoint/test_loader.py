@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,10 +54,8 @@ def test_device_bytes_equal_file_bytes(tiny: Path) -> None:
 def test_unquantized_variant_holds_the_same_values(tiny: Path, tmp_path: Path) -> None:
     """bf16 holds every dequantized weight exactly, so the two variants differ in storage only (checkpoint 6)."""
     with open_checkpoint(tiny) as reader:
-        raw = (tiny / "config.json").read_text()
-        import json
-
-        plain_json = {k: v for k, v in json.loads(raw).items() if k != "quantization_config"}
+        raw = json.loads((tiny / "config.json").read_text())
+        plain_json = {key: value for key, value in raw.items() if key != "quantization_config"}
         folder = write_checkpoint(
             tmp_path / "plain", plain_json, ((name, decoded(reader, name)) for name in weights(reader))
         )

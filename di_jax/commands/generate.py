@@ -1,0 +1,167 @@
+"""`generate`: answers of many prompts as JSON lines (cli-contract, generate)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from di_jax.commands.records import Record, read_records, records_of_texts
+from di_jax.config import Config
+from di_jax.errors import UserError
+from di_jax.llm import LLM, RequestOutput
+
+INVALID = "invalid_request"
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    """Answers the records of --input, --prompt or the config, and writes one record each in their order.
+
+    Returns 1 when some failed, else 0. Raises UserError for files, config or checkpoint that cannot be used; input
+    and output are opened before the model is loaded.
+    """
+    records = _records(config, args)
+    with _destination(args.output, args.input or config.generate.input) as file, LLM(config) as llm:
+        began = time.perf_counter()
+        results: list[dict[str, Any]] = []
+        for result in _results(llm, records):
+            print(_json_line(result, file.encoding), file=file, flush=True)
+            results.append(result)
+        summary = _summary(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
+    if not args.json and args.output is None:
+        print(_readable(records, results, summary), file=sys.stderr)
+    if args.json:
+        print(json.dumps(summary), flush=True)
+    return 1 if summary["failed"] else 0
+
+
+def _records(config: Config, args: argparse.Namespace) -> list[Record]:
+    if args.input is not None:
+        return read_records(args.input)
+    if args.prompt:
+        return records_of_texts(args.prompt)
+    if config.generate.input is not None:
+        return read_records(Path(config.generate.input))
+    if config.generate.prompts is not None:
+        return records_of_texts(config.generate.prompts)
+    raise UserError("generate: nothing to answer; give --input, --prompt, or generate.prompts in the config")
+
+
+@contextlib.contextmanager
+def _destination(path: Path | None, source: str | Path | None) -> Iterator[TextIO]:
+    """The open output, stdout by default. Raises UserError when it cannot be written or is the input."""
+    if path is None:
+        yield sys.stdout
+        return
+    if source is not None and path.exists() and path.samefile(source):
+        raise UserError(f"output {path}: is also the input; give another file")
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"output {path}: cannot be written: {error.strerror}; give a file in a folder you own"
+        ) from error
+    with file:
+        yield file
+
+
+def _results(llm: LLM, records: list[Record]) -> Iterator[dict[str, Any]]:
+    """Output records in input order, each as soon as it and those before it are known."""
+    good = [index for index, record in enumerate(records) if record.error is None]
+    outputs = llm.generate_iter([records[i].prompt for i in good], [records[i].sampling for i in good])
+    known = {
+        index: {"id": record.id, "error": {"type": INVALID, "message": record.error}}
+        for index, record in enumerate(records)
+        if record.error is not None
+    }
+    following = 0
+    with contextlib.closing(outputs):
+        while following < len(records):
+            if following in known:
+                yield known.pop(following)
+                following += 1
+            else:
+                output = next(outputs)
+                index = good[output.index]
+                known[index] = output_record(records[index].id, output)
+
+
+def _json_line(value: Any, encoding: str) -> str:
+    """One line of JSON, escaped where the file's encoding cannot hold its text (an id may be half a surrogate pair)."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line
+
+
+def output_record(identity: str, output: RequestOutput) -> dict[str, Any]:
+    """An output record of the contract; seq_seed on top, so that a sampled answer can be asked for again."""
+    if output.error is not None:
+        return {"id": identity, "error": output.error}
+    return {
+        "id": identity,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [
+            {
+                "index": answer.index,
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                "cumulative_logprob": answer.cumulative_logprob,
+            }
+            for answer in output.outputs
+        ],
+        "metrics": output.metrics,
+        "seq_seed": output.seq_seed,
+    }
+
+
+def _summary(results: list[dict[str, Any]], wall_s: float, compiles: int) -> dict[str, Any]:
+    """The --json object. wall_s: from the first request to the last record, without loading and warm-up;
+    tokens_per_s: output tokens over wall_s."""
+    good = [result for result in results if "error" not in result]
+    output_tokens = sum(len(answer["token_ids"]) for result in good for answer in result["outputs"])
+    return {
+        "requests": len(results),
+        "failed": len(results) - len(good),
+        "prompt_tokens": sum(len(result["prompt_token_ids"]) for result in good),
+        "output_tokens": output_tokens,
+        "wall_s": wall_s,
+        "compiles_after_warmup": compiles,
+        "tokens_per_s": output_tokens / wall_s if wall_s > 0 else 0.0,
+    }
+
+
+def _readable(records: list[Record], results: list[dict[str, Any]], summary: dict[str, Any]) -> str:
+    """What a person wants to see of the run: prompt, answer, token counts and speed."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    lines = [""]
+    for record, result in zip(records, results, strict=True):
+        prompt = record.prompt.get("prompt", f"({len(result.get('prompt_token_ids', ()))} tokens)")
+        lines.append(_shortened(f"[{record.id}] {prompt!r}", width))
+        if "error" in result:
+            lines.append(f"    error: {result['error']['message']}")
+            continue
+        seconds = result["metrics"]["total_s"]
+        for answer in result["outputs"]:
+            fed, made = len(result["prompt_token_ids"]), len(answer["token_ids"])
+            lines.append(_shortened(f"    {answer['text']!r}", width))
+            ending = f"{answer['finish_reason']}, {made / seconds:.1f} tokens/s"
+            lines.append(f"    {fed} prompt tokens, {made} output tokens, {ending}")
+    lines.append(
+        f"{summary['requests']} requests, {summary['failed']} failed: {summary['prompt_tokens']} prompt tokens and "
+        f"{summary['output_tokens']} output tokens in {summary['wall_s']:.2f} s, {summary['tokens_per_s']:.1f} tokens/s"
+    )
+    return "\n".join(lines)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

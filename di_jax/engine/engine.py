@@ -1,0 +1,213 @@
+"""The engine loop: requests in, one device step at a time, tokens and endings out.
+
+Synchronous and for one thread: a step is planned, run and handled before the next. It knows ids and stop conditions;
+prompts as text or messages are the business of `di_jax.llm`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Sequence as SequenceOf
+
+from di_jax.config import EngineGroup
+from di_jax.engine.block_manager import BlockManager
+from di_jax.engine.compile_counter import COMPILATIONS
+from di_jax.engine.metrics import StatusLine, StepReport
+from di_jax.engine.scheduler import DECODE, Batch, Scheduler
+from di_jax.engine.sequence import Request, RequestFailure, Sequence
+from di_jax.engine.setup import EngineParts
+from di_jax.engine.step_plan import build_plan
+from di_jax.errors import UserError
+from di_jax.sampling_params import SamplingParams, choice_seed
+from di_jax.tokenizer import IncrementalDetokenizer
+
+logger = logging.getLogger(__name__)
+
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+
+
+class RequestError(UserError):
+    """A request that cannot run: its prompt is empty, too long or has unknown ids, or its sampling names such ids."""
+
+
+class Engine:
+    """Continuous batching over one runner.
+
+    requests: unfinished ones by id. compiles_when_ready: the process's compilations when warm-up ended.
+    """
+
+    def __init__(self, parts: EngineParts, config: EngineGroup) -> None:
+        self.parts, self.config = parts, config
+        layout = parts.layout
+        self.blocks = BlockManager(layout.num_blocks, layout.num_slots, layout.block_size)
+        self.scheduler = Scheduler(
+            self.blocks,
+            parts.ladder,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.requests: dict[str, Request] = {}
+        self.status = StatusLine(config.log_interval)
+        self.num_steps = 0
+        self._ids = itertools.count()
+        if config.warmup:
+            parts.runner.warm_up(parts.ladder.buckets())
+        self.compiles_when_ready = COMPILATIONS.count
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def compiles_after_warmup(self) -> int:
+        """Compilations of this process since the engine was ready: 0 when warm-up covered everything."""
+        return COMPILATIONS.count - self.compiles_when_ready
+
+    def add_request(
+        self, prompt_ids: SequenceOf[int], sampling: SamplingParams, request_id: str | None = None
+    ) -> Request:
+        """Queues a request. request_id: default a running number. Raises RequestError and queues nothing."""
+        request_id = str(next(self._ids)) if request_id is None else request_id
+        if request_id in self.requests:
+            raise RequestError(f"request {request_id!r} is running already; give another id")
+        room = self._check(prompt_ids, sampling)
+        seed = sampling.resolved_seed()
+        request = Request(request_id, list(prompt_ids), sampling, seed)
+        request.sequences = [
+            Sequence(
+                request_id,
+                index,
+                request.prompt_ids,
+                sampling,
+                choice_seed(seed, index),
+                max_tokens=min(sampling.max_tokens, room),
+                detokenizer=self._detokenizer(sampling),
+            )
+            for index in range(sampling.n)
+        ]
+        if not self.has_unfinished:
+            self.status.restart()
+        self.requests[request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def step(self) -> StepReport | None:
+        """Runs one step and handles its tokens; None when there is nothing to do."""
+        began = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        lengths = [len(chunk.tokens) for chunk in batch.chunks]
+        bucket = self.parts.ladder.fit(batch.kind == DECODE, lengths, batch.context_blocks)
+        output = self.parts.runner.execute(build_plan(bucket, batch.chunks)).host()
+        now = time.perf_counter()
+        self.num_steps += 1
+        requests = self._handle(batch, output.token.tolist(), output.logprob.tolist(), now)
+        report = StepReport(
+            batch.kind, bucket, len(lengths), sum(lengths), time.perf_counter() - began, list(requests.values())
+        )
+        self.status.observe(
+            report,
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            self.blocks.num_free_blocks,
+            self.blocks.num_blocks,
+        )
+        return report
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request where it is and frees its blocks; its unfinished answers end with `abort`. Unknown or
+        finished ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, time.perf_counter())
+
+    def _check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> int:
+        """Tokens that the context leaves for the answer. Raises RequestError."""
+        limit, vocabulary = self.config.max_model_len, self.parts.model_config.vocab_size
+        if not prompt_ids:
+            raise RequestError("prompt: is empty; give at least one token")
+        if len(prompt_ids) >= limit:
+            raise RequestError(
+                f"prompt: has {len(prompt_ids)} tokens; engine.max_model_len = {limit} leaves room for {limit - 1} and "
+                "one token of answer: shorten the prompt or raise engine.max_model_len"
+            )
+        for name, ids, low in (
+            ("prompt_token_ids", prompt_ids, 0),
+            ("sampling.stop_token_ids", sampling.stop_token_ids or (), 0),
+            ("sampling.forced_token_ids", sampling.forced_token_ids or (), -1),
+        ):
+            for at, token in enumerate(ids):
+                if type(token) is not int or not low <= token < vocabulary:
+                    raise RequestError(f"{name}[{at}]: {token!r} is not a token id of the model, 0 to {vocabulary - 1}")
+        room = limit - len(prompt_ids)
+        unfit = self.scheduler.never_fits(len(prompt_ids) + min(sampling.max_tokens, room))
+        if unfit:
+            raise RequestError(unfit)
+        return room
+
+    def _detokenizer(self, sampling: SamplingParams) -> IncrementalDetokenizer | None:
+        if not sampling.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self.parts.tokenizer,
+            sampling.stop_texts,
+            include_stop_str=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
+    def _handle(self, batch: Batch, tokens: list[int], logprobs: list[float], now: float) -> dict[str, Request]:
+        """Books a step that ran: caches grown, tokens appended, stops tested. Returns the requests it moved."""
+        self.scheduler.computed(batch)
+        moved: dict[str, Request] = {}
+        for i, (chunk, sequence) in enumerate(zip(batch.chunks, batch.sequences, strict=True)):
+            if not chunk.sample or sequence.finished:
+                continue
+            request = moved[sequence.request_id] = self.requests[sequence.request_id]
+            if not math.isfinite(logprobs[i]):
+                what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
+                self._end(request, now, RequestFailure("model_error", what))
+                continue
+            sequence.output_ids.append(tokens[i])
+            sequence.logprobs.append(logprobs[i])
+            sequence.decode_steps += batch.kind == DECODE
+            request.first_token = now if request.first_token is None else request.first_token
+            if (ending := self._ending(sequence, tokens[i])) is not None:
+                reason, sequence.stop_reason = ending
+                self._finish(sequence, reason)
+            if all(s.finished for s in request.sequences):
+                self._end(request, now)
+        return moved
+
+    def _ending(self, sequence: Sequence, token: int) -> tuple[str, str | int | None] | None:
+        """(finish_reason, stop_reason) when this token ends the answer: the end token, a stop id, a stop text, then
+        length. The text of an ending id is left out unless include_stop_str_in_output."""
+        sampling, detokenizer = sequence.sampling, sequence.detokenizer
+        ended = token == self.parts.model_config.eos_token_id and not sampling.ignore_eos
+        stopped = token in (sampling.stop_token_ids or ())
+        if detokenizer is not None and (not (ended or stopped) or sampling.include_stop_str_in_output):
+            detokenizer.push([token])
+        if ended:
+            return STOP, None
+        if stopped:
+            return STOP, token
+        if detokenizer is not None and detokenizer.stopped is not None:
+            return STOP, detokenizer.stopped
+        return (LENGTH, None) if len(sequence.output_ids) >= sequence.max_tokens else None
+
+    def _finish(self, sequence: Sequence, reason: str | None) -> None:
+        if sequence.detokenizer is not None:
+            sequence.detokenizer.flush()
+        self.scheduler.finish(sequence, reason)
+
+    def _end(self, request: Request, now: float, failure: RequestFailure | None = None) -> None:
+        """Ends a request; answers still open are aborted, or have no reason when it failed."""
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._finish(sequence, None if failure else ABORT)
+        request.failure, request.ended = failure, now
+        del self.requests[request.request_id]

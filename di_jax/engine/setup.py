@@ -1,0 +1,117 @@
+"""From a config to the parts of an engine: checkpoint, tokenizer, weights on device, caches, compiled-step ladder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from di_jax.checkpoint.cache import load_or_convert
+from di_jax.checkpoint.hub import resolve_checkpoint
+from di_jax.config import Config
+from di_jax.engine.runner import ModelRunner
+from di_jax.engine.step_plan import BucketLadder
+from di_jax.errors import ConfigError
+from di_jax.model.cache import CacheLayout
+from di_jax.model.config import ModelConfig
+from di_jax.model.engram_tables import EngramTables
+from di_jax.model.linear import Numerics
+from di_jax.model.transformer import assemble
+from di_jax.platforms.devices import configure_jax, free_memory, require_devices
+from di_jax.tokenizer import Tokenizer
+from kernels_pallas.choice import KernelChoice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class EngineParts:
+    """Everything that an engine is built from."""
+
+    model_config: ModelConfig
+    folder: Path
+    tokenizer: Tokenizer
+    runner: ModelRunner
+    ladder: BucketLadder
+    layout: CacheLayout
+
+
+def build_engine_parts(config: Config) -> EngineParts:
+    """Loads the model that `config` names and sizes its caches.
+
+    Raises ConfigError, ModelConfigError, CheckpointError or TokenizerMismatchError; each names the key or the file.
+    """
+    configure_jax(config)
+    require_devices(config)
+    folder = resolve_checkpoint(config.model.path, config.model.revision)
+    model_config = ModelConfig.from_file(folder)
+    if config.engine.max_model_len > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"engine.max_model_len: {config.engine.max_model_len} exceeds the model's "
+            f"max_position_embeddings = {model_config.max_position_embeddings}"
+        )
+    tokenizer = Tokenizer.from_folder(folder, model_config)
+    tables = EngramTables.build(model_config, tokenizer.raw) if model_config.engram_layer_ids else None
+    numerics = Numerics.create(
+        config.model.dtype,
+        quantize_caches=config.model.quantize_caches,
+        quantize_activations=config.model.quantize_activations,
+        wo_a_input=config.model.wo_a_input,
+    )
+    leaves = load_or_convert(folder, model_config, config.cache.weights_dir, None)
+    kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
+    model = assemble(model_config, numerics, leaves, tables, kernels)
+    layout = size_caches(config, CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs))
+    return EngineParts(model_config, folder, tokenizer, ModelRunner(model, layout), build_ladder(config), layout)
+
+
+def blocks_per_sequence(config: Config) -> int:
+    """Blocks of the longest request."""
+    return -(-config.engine.max_model_len // config.engine.block_size)
+
+
+def build_ladder(config: Config) -> BucketLadder:
+    """The compiled shapes: `engine.*_buckets`, or ladders from the limits."""
+    engine = config.engine
+    context = engine.context_buckets and [-(-n // engine.block_size) for n in engine.context_buckets]
+    return BucketLadder.derive(
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_context_blocks=blocks_per_sequence(config),
+        prefill=engine.prefill_buckets,
+        decode=engine.decode_buckets,
+        context=context,
+    )
+
+
+def size_caches(config: Config, layout: CacheLayout) -> CacheLayout:
+    """`layout` with its number of blocks: `engine.num_blocks`, or enough for every sequence at full length, or less
+    when the device's memory does not hold that. Raises ConfigError when not even one request fits."""
+    longest = blocks_per_sequence(config)
+    asked = config.engine.num_blocks
+    blocks = asked or longest * config.engine.max_num_seqs
+    block_bytes = int(np.ceil(layout.bytes_per_token * layout.block_size))
+    free = free_memory(jax.devices()[0], config.engine.memory_utilization)
+    if free is not None:
+        slots = int(layout.num_slots * layout.bytes_per_slot)
+        fits = (free - slots) // block_bytes
+        if fits < (asked or longest):
+            raise ConfigError(
+                f"engine.{'num_blocks' if asked else 'max_model_len'}: {asked or longest} blocks of "
+                f"{block_bytes} bytes asked, memory for {max(fits, 0)} is left beside {slots} bytes of state; lower "
+                "engine.max_model_len or engine.max_num_seqs, or raise engine.memory_utilization"
+            )
+        blocks = min(blocks, fits)
+    layout = dataclasses.replace(layout, num_blocks=blocks)
+    logger.info(
+        "caches: %d blocks of %d tokens (%.1f MB), %d sequence slots (%.1f MB)",
+        blocks,
+        layout.block_size,
+        blocks * block_bytes / 1e6,
+        layout.num_slots,
+        layout.num_slots * layout.bytes_per_slot / 1e6,
+    )
+    return layout

@@ -1,0 +1,292 @@
+"""The offline API: prompts in, answers out (serving 4).
+
+with LLM("quickstart") as llm:
+    for output in llm.generate(["The river", {"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=32)):
+        print(output.error or output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from tqdm import tqdm
+
+from di_jax.chat import ChatEncoder
+from di_jax.config import Config, load_config
+from di_jax.engine.engine import Engine, RequestError
+from di_jax.engine.sequence import Request, RequestFailure
+from di_jax.engine.setup import build_engine_parts
+from di_jax.errors import UserError
+from di_jax.sampling_params import SamplingParams
+from di_jax.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "SamplingParams"]
+
+# A text, or one of {"prompt": text}, {"prompt_token_ids": ids}, {"messages": chat}.
+Prompt = str | Mapping[str, Any]
+Sampling = SamplingParams | Mapping[str, Any]
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer, so far or whole.
+
+    token_ids: with the end token or stop id that ended it, which `text` leaves out. cumulative_logprob: natural, under
+    the raw logits. finish_reason: stop, length, abort; None while it runs. stop_reason: the stop id or stop text, None
+    for the end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What came of one prompt.
+
+    index: position of the prompt in the call. outputs: one per choice, empty when `error` = {"type", "message"} is
+    set. seq_seed: what reproduces the answers when given back. metrics: as in an output record (cli-contract).
+    """
+
+    request_id: str
+    index: int
+    prompt: str | None  # None when ids or messages were given
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    seq_seed: int | None = None
+    metrics: dict[str, float | int | None] | None = None
+    error: dict[str, str] | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    """One prompt of a call: its request, or why there is none."""
+
+    request_id: str
+    index: int
+    prompt: str | None
+    request: Request | None
+    failure: RequestFailure | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.request is None or self.request.finished
+
+    def output(self) -> RequestOutput:
+        if self.request is None or self.request.failure is not None:
+            failure = self.failure if self.request is None else self.request.failure
+            assert failure is not None
+            ids = [] if self.request is None else self.request.prompt_ids
+            error = {"type": failure.type, "message": failure.message}
+            return RequestOutput(self.request_id, self.index, self.prompt, ids, [], True, error=error)
+        request = self.request
+        outputs = [
+            CompletionOutput(s.index, s.text, list(s.output_ids), math.fsum(s.logprobs), s.finish_reason, s.stop_reason)
+            for s in request.sequences
+        ]
+        return RequestOutput(
+            self.request_id,
+            self.index,
+            self.prompt,
+            request.prompt_ids,
+            outputs,
+            request.finished,
+            request.seq_seed,
+            request.metrics(),
+        )
+
+
+class LLM:
+    """A loaded model and its engine. One thread at a time; a `stream` left open may be interleaved with other calls.
+
+    config: the tree, or path or bare name of its YAML file. Loads the weights and, with engine.warmup, compiles every
+    step. Raises UserError for a config or checkpoint that cannot be used.
+    """
+
+    def __init__(self, config: Config | str | Path) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config)
+        parts = build_engine_parts(self.config)
+        self.folder, self.tokenizer = parts.folder, parts.tokenizer
+        self._engine: Engine | None = Engine(parts, self.config.engine)
+        self._chat: ChatEncoder | None = None
+        self._ids = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """Raises UserError after `shutdown`."""
+        if self._engine is None:
+            raise UserError("this LLM was shut down; make another")
+        return self._engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers every prompt; outputs in the order of the prompts.
+
+        sampling_params: None for the config's `sampling`, one for all, or one per prompt; a mapping counts as an input
+        record's `sampling`, completed by the config's. A prompt or mapping that cannot be used gives an output with
+        `error`, and its neighbours are answered. Interrupted, it aborts its requests and frees their blocks.
+        Raises UserError when the numbers of prompts and parameters differ.
+        """
+        outputs = list(self.generate_iter(prompts, sampling_params, use_tqdm=use_tqdm))
+        return sorted(outputs, key=lambda output: output.index)
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> Generator[RequestOutput]:
+        """Like `generate`, yielding each output when it is finished; closing the iterator aborts the others."""
+        return self._finished(self._pairs(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+    ) -> Generator[RequestOutput]:
+        """Yields a prompt's output each time it has new tokens, cumulative (all text and ids so far) and with
+        `finished` on the last. Closing the iterator aborts what is unfinished and frees its blocks."""
+        return self._streamed(self._pairs(prompts, sampling_params))
+
+    def shutdown(self) -> None:
+        """Aborts what runs and drops weights and caches. The LLM cannot be used afterwards."""
+        if self._engine is not None:
+            for request_id in list(self._engine.requests):
+                self._engine.abort(request_id)
+        self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _pairs(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling | Sequence[Sampling] | None
+    ) -> list[tuple[Prompt, Sampling]]:
+        """Each prompt with its sampling. Raises UserError when there are not as many."""
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        if sampling_params is None:
+            sampling_params = {}
+        if isinstance(sampling_params, SamplingParams | Mapping):
+            return [(prompt, sampling_params) for prompt in many]
+        if len(sampling_params) != len(many):
+            raise UserError(
+                f"sampling_params: {len(sampling_params)} for {len(many)} prompts; give one for all or one per prompt"
+            )
+        return list(zip(many, sampling_params, strict=True))
+
+    def _streamed(self, pairs: list[tuple[Prompt, Sampling]]) -> Generator[RequestOutput]:
+        with contextlib.closing(self._drive(pairs)) as jobs:
+            for job in jobs:
+                yield job.output()
+
+    def _finished(self, pairs: list[tuple[Prompt, Sampling]], use_tqdm: bool) -> Generator[RequestOutput]:
+        began, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
+        disable = None if use_tqdm else True
+        with (
+            contextlib.closing(self._drive(pairs)) as jobs,
+            tqdm(total=len(pairs), desc="generating", unit="prompt", disable=disable, file=sys.stderr) as bar,
+        ):
+            for job in jobs:
+                if not job.finished:
+                    continue
+                if job.request is not None:
+                    prompt_tokens += len(job.request.prompt_ids)
+                    output_tokens += job.request.num_output_tokens
+                    seconds = max(time.perf_counter() - began, 1e-9)
+                    bar.set_postfix_str(
+                        f"in {prompt_tokens / seconds:.0f} tok/s, out {output_tokens / seconds:.0f} tok/s"
+                    )
+                bar.update()
+                yield job.output()
+
+    def _drive(self, pairs: list[tuple[Prompt, Sampling]]) -> Generator[_Job]:
+        """Queues all prompts and steps the engine until they are finished, yielding each that got tokens or ended."""
+        engine, jobs = self.engine, []
+        try:
+            for index, (prompt, sampling) in enumerate(pairs):
+                jobs.append(self._submit(index, prompt, sampling))
+            open_jobs = {job.request_id: job for job in jobs if not job.finished}
+            yield from [job for job in jobs if job.finished]
+            seen = engine.num_steps
+            while open_jobs:
+                if engine.num_steps == seen:
+                    report = engine.step()
+                    moved = [r.request_id for r in report.requests] if report else []
+                else:  # another call stepped while this one was suspended
+                    moved = list(open_jobs)
+                seen = engine.num_steps
+                for request_id in moved:
+                    if (job := open_jobs.get(request_id)) is not None:
+                        if job.finished:
+                            del open_jobs[request_id]
+                        yield job
+        finally:
+            for job in jobs:
+                if not job.finished:
+                    engine.abort(job.request_id)
+
+    def _submit(self, index: int, prompt: Prompt, sampling: Sampling) -> _Job:
+        """Queues one prompt; what is wrong with it becomes the job's failure."""
+        request_id = str(next(self._ids))
+        text = prompt if isinstance(prompt, str) else None
+        try:
+            text, ids = self._encode(prompt)
+            if not isinstance(sampling, SamplingParams):
+                sampling = SamplingParams.from_dict(sampling, self.config.sampling)
+            return _Job(request_id, index, text, self.engine.add_request(ids, sampling, request_id))
+        except UserError as error:
+            return _Job(request_id, index, text, None, RequestFailure("invalid_request", str(error)))
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(its text when it was one, ids). Raises UserError."""
+        record: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        given = [name for name in PROMPT_FIELDS if name in record] if isinstance(record, Mapping) else []
+        if len(given) != 1 or len(record) != 1:
+            found = (", ".join(map(str, record)) or "nothing") if isinstance(record, Mapping) else type(record).__name__
+            raise RequestError(f"prompt: expected a text or one of {', '.join(PROMPT_FIELDS)}; found {found}")
+        name, value = given[0], record[given[0]]
+        if name == "prompt":
+            if not isinstance(value, str):
+                raise RequestError(f"prompt: expected text, found {type(value).__name__}")
+            # Before encoding: a tokenizer that adds a begin token would make a prompt of nothing else.
+            if not value:
+                raise RequestError("prompt: is empty; give at least one character")
+            return value, self.tokenizer.encode(value)
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        if not isinstance(value, list | tuple):
+            raise RequestError(f"{name}: expected a list, found {type(value).__name__}")
+        if name == "prompt_token_ids":
+            return None, list(value)
+        if self._chat is None:
+            self._chat = ChatEncoder(self.folder)
+        return None, self._chat.encode(value)

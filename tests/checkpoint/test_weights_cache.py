@@ -1,0 +1,222 @@
+"""The Orbax cache: a second start reads no tensor, and damage never reaches the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from di_jax.checkpoint import cache
+from di_jax.checkpoint.cache import load_or_convert
+from di_jax.checkpoint.errors import CheckpointError
+from di_jax.checkpoint.reader import CheckpointReader, open_checkpoint
+from di_jax.model.config import ModelConfig
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tensors read, in order."""
+    names: list[str] = []
+    original = CheckpointReader.read
+
+    def read(self: CheckpointReader, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        names.append(name)
+        return original(self, name, index)
+
+    monkeypatch.setattr(CheckpointReader, "read", read)
+    return names
+
+
+@pytest.fixture
+def start(copy: Path, tmp_path: Path) -> Callable[[], dict[str, bytes]]:
+    """start(): loads through the cache in tmp_path/cache; bytes of every leaf."""
+
+    def run() -> dict[str, bytes]:
+        leaves = load_or_convert(copy, ModelConfig.from_file(copy), tmp_path / "cache", None)
+        return {path: np.asarray(array).tobytes() for path, array in leaves.items()}
+
+    return run
+
+
+Start = Callable[[], dict[str, bytes]]
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").iterdir())
+
+
+def test_second_start_skips_conversion(start: Start, reads: list[str], tmp_path: Path) -> None:
+    first = start()
+    assert len(set(reads)) == 1464 - 163  # all but the draft
+    reads.clear()
+    assert start() == first
+    assert reads == []
+    assert [path.name[:8] for path in entries(tmp_path)] == ["weights-"]
+
+
+def test_stored_dtypes_round_trip(tiny: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_file(tiny)
+    load_or_convert(tiny, config, tmp_path, None)
+    restored = load_or_convert(tiny, config, tmp_path, None)
+    dtypes = {array.dtype for array in restored.values()}
+    assert dtypes == {np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.uint8, np.float32)}
+
+
+def test_every_bit_pattern_round_trips(tmp_path: Path) -> None:
+    """NaN codes and negative zeros included: TensorStore must not treat any chunk as absent or canonical."""
+    codes = np.arange(256, dtype=np.uint8)
+    leaves = {
+        "a.weight": codes.view(ml_dtypes.float8_e4m3fn),
+        "a.scale": codes,
+        "b.x": np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16),
+        "c": np.full(64, -0.0, np.float32),
+        "d": np.zeros((4, 4), np.uint8),
+    }
+    arrays = {path: jax.device_put(value) for path, value in leaves.items()}
+    cache._store(tmp_path / "entry", tmp_path / "aside", arrays)
+    import orbax.checkpoint as ocp
+
+    wanted = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in arrays.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "entry", cache._nest(wanted))
+    for path, value in leaves.items():
+        assert np.asarray(cache._lookup(restored, path)).tobytes() == value.tobytes(), path
+
+
+def largest_data_file(entry: Path) -> Path:
+    return max((file for file in entry.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def truncate(entry: Path) -> None:
+    file = largest_data_file(entry)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def delete_data(entry: Path) -> None:
+    largest_data_file(entry).unlink()
+
+
+def delete_manifest(entry: Path) -> None:
+    (entry / "manifest.ocdbt").unlink()
+
+
+def flip_a_byte(entry: Path) -> None:
+    file = largest_data_file(entry)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def delete_list(entry: Path) -> None:
+    (entry / "di_jax_files_0.json").unlink()
+
+
+def garble_list(entry: Path) -> None:
+    (entry / "di_jax_files_0.json").write_text("[]")
+
+
+def forge(entry: Path) -> None:
+    """A lie that the list agrees with: only Orbax itself can notice."""
+    file = entry / "manifest.ocdbt"
+    file.write_bytes(b"x" * 50)
+    sizes = cache._data_files(entry)
+    sums = cache._checksums(entry, sizes, "")
+    (entry / "di_jax_files_0.json").write_text(json.dumps({n: (size, sums[n]) for n, size in sizes.items()}))
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, delete_data, delete_manifest, flip_a_byte, delete_list, garble_list, forge]
+)
+def test_damage_is_logged_and_converted_anew(
+    start: Start,
+    reads: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+) -> None:
+    first = start()
+    damage(entries(tmp_path)[0])
+    reads.clear()
+    assert start() == first
+    assert reads
+    assert "damaged" in caplog.text and str(entries(tmp_path)[0]) in caplog.text
+    reads.clear()
+    assert start() == first  # the new entry is good
+    assert reads == []
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_interrupted_write_leaves_no_entry(
+    start: Start, reads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> dict[str, int]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_checksums", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    assert not [path for path in entries(tmp_path) if path.name.startswith("weights-")]
+    reads.clear()
+    start()
+    assert reads
+
+
+def test_an_unwritable_cache_is_logged_only(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert start()
+    assert "could not be written" in caplog.text
+
+
+def test_no_cache_dir(tiny: Path, reads: list[str]) -> None:
+    for _ in range(2):
+        reads.clear()
+        load_or_convert(tiny, ModelConfig.from_file(tiny), None, None)
+        assert reads
+
+
+def touch(folder: Path) -> None:
+    os.utime(folder / "model.safetensors", (1, 1))
+
+
+def edit_config(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw["transformers_version"] = "9"
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_changes_make_a_new_key(
+    start: Start, copy: Path, reads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    for change in (touch, edit_config):
+        change(copy)
+        reads.clear()
+        start()
+        assert reads, change
+    monkeypatch.setattr(cache, "CONVERTER_VERSION", cache.CONVERTER_VERSION + 1)
+    reads.clear()
+    start()
+    assert reads
+    assert len(entries(tmp_path)) == 4
+
+
+def test_same_content_elsewhere_has_the_same_key(copy: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copy, tmp_path / "other", copy_function=shutil.copy2))
+    with open_checkpoint(copy) as one, open_checkpoint(other) as two:
+        assert cache.cache_key(one) == cache.cache_key(two)
+
+
+def test_headers_are_checked_on_a_hit_too(start: Start, copy: Path) -> None:
+    start()
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="truncated"):
+        start()
