@@ -25,7 +25,7 @@ from di_jax.errors import UserError
 OPTIONS: dict[str, tuple[str, ...]] = {
     "generate": ("input", "prompt", "output"),
     "score": ("input", "output"),
-    "bench": (),
+    "bench": ("output",),
 }
 
 
@@ -64,7 +64,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input", type=Path, metavar="FILE.jsonl", help="generate, score: request records")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="generate: a prompt; repeatable")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="generate: .jsonl (default stdout); score: .safetensors"
+        "--output", type=Path, metavar="FILE", help="generate: .jsonl (else stdout); score: .safetensors; bench: .json"
     )
     args = parser.parse_intermixed_args(argv)
     if args.command is not None and args.command not in COMMANDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import batched
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
+from di_jax.model.quantization import Codec
 from di_jax.model.transformer import Transformer, assemble
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -29,8 +31,6 @@ PROMPTS = ("p7", "p64", "p150", "p300")
 TINY = ModelConfig.from_file(CHECKPOINT)
 REAL = ModelConfig.from_file(GOLDEN / "config_real.json")
 
-# Few shapes, since each costs seconds to compile; a 320-row step holds 16 sequences, a 32-row step two.
-LADDER = BucketLadder(prefill_rows=(32, 320), decode_rows=(1, 4), context_blocks=(4,))
 NUM_SLOTS, NUM_BLOCKS = 18, 72
 BLOCKS_PER_SEQUENCE = 4
 
@@ -66,10 +66,6 @@ def tiny_tables() -> EngramTables:
 
 def tiny_model(numerics: Numerics) -> Transformer:
     return assemble(TINY, numerics, tiny_leaves(), tiny_tables())
-
-
-def tiny_runner(numerics: Numerics, *, num_slots: int = NUM_SLOTS, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
-    return ModelRunner(tiny_model(numerics), CacheLayout(TINY, numerics.formats, num_blocks, num_slots))
 
 
 @dataclasses.dataclass
@@ -109,11 +105,10 @@ class Fed:
     token: int
 
 
-def lanes_of(prompts: Iterable[Sequence[int]], **common: object) -> list[Lane]:
+def lanes_of(prompts: Iterable[Sequence[int]], cuts: Sequence[int] = (320,), *, decode: bool = False) -> list[Lane]:
     """A lane for every prompt, in slots and blocks of their own."""
     return [
-        Lane(tokens, slot=i, blocks=own_blocks(i), **common)  # type: ignore[arg-type]
-        for i, tokens in enumerate(prompts)
+        Lane(tokens, cuts, slot=i, blocks=own_blocks(i), decode=decode) for i, tokens in enumerate(prompts)
     ]
 
 
@@ -123,32 +118,68 @@ def own_blocks(lane: int) -> tuple[int, ...]:
     return (first + 2, first, first + 3, first + 1)
 
 
-def feed(runner: ModelRunner, lanes: Sequence[Lane]) -> list[Fed]:
-    """Runs all lanes side by side: every step takes the next chunk of every lane that has one."""
-    pending = [lane.chunks() for lane in lanes]
-    steps: list[list[tuple[StepPlan, int, StepOutput]]] = [[] for _ in lanes]
-    while True:
-        upcoming = [(i, next(chunks, None)) for i, chunks in enumerate(pending)]
-        work = [(i, chunk) for i, chunk in upcoming if chunk is not None]
-        if not work:
-            return [_joined(s) for s in steps]
-        for decode in (True, False):
-            part = [(i, chunk) for i, chunk in work if lanes[i].decode == decode]
-            limit = LADDER.decode_rows[-1] if decode else len(part)
-            for at in range(0, len(part), limit or 1):
-                group = part[at : at + limit]
-                bucket = LADDER.fit(decode, [len(c.tokens) for _, c in group], BLOCKS_PER_SEQUENCE)
-                plan = build_plan(bucket, [c for _, c in group])
-                output = runner.execute(plan, TRACE).host()
+class Feeder:
+    """A runner of the tiny model with few buckets (a compilation takes seconds), and ways to feed it."""
+
+    def __init__(
+        self, numerics: Numerics, *, prefill_rows: tuple[int, ...] = (320,), decode_rows: tuple[int, ...] = (4,)
+    ) -> None:
+        self.ladder = BucketLadder(prefill_rows, decode_rows, (BLOCKS_PER_SEQUENCE,))
+        self.runner = ModelRunner(tiny_model(numerics), CacheLayout(TINY, numerics.formats, NUM_BLOCKS, NUM_SLOTS))
+
+    def feed(self, lanes: Sequence[Lane]) -> list[Fed]:
+        """Runs all lanes side by side: every round takes the next chunk of every lane that has one."""
+        pending = [lane.chunks() for lane in lanes]
+        steps: list[list[tuple[StepPlan, int, StepOutput]]] = [[] for _ in lanes]
+        while True:
+            upcoming = [(i, next(chunks, None)) for i, chunks in enumerate(pending)]
+            work = [(i, chunk) for i, chunk in upcoming if chunk is not None]
+            if not work:
+                return [_joined(s) for s in steps]
+            for decode in (True, False):
+                part = [(i, chunk) for i, chunk in work if lanes[i].decode == decode]
+                limit = self.ladder.decode_rows[-1] if decode else max(1, len(part))
+                for group in batched(part, limit):
+                    plan, output = self._execute(decode, [chunk for _, chunk in group])
+                    for place, (i, _) in enumerate(group):
+                        steps[i].append((plan, place, output))
+
+    def greedy(self, lanes: Sequence[Lane], count: int) -> list[list[int]]:
+        """`count` greedy ids of every lane: its prompt as the lane says, then decode steps that read the state's token."""
+        ids = [[fed.token] for fed in self.feed(lanes)]
+        for step in range(count - 1):
+            for group in batched(enumerate(lanes), self.ladder.decode_rows[-1]):
+                chunks = [Chunk([DEVICE_TOKEN], len(l.tokens) + step, l.slot, l.blocks) for _, l in group]
+                _, output = self._execute(True, chunks)
                 for place, (i, _) in enumerate(group):
-                    steps[i].append((plan, place, output))
+                    ids[i].append(int(output.token[place]))
+        return ids
+
+    def _execute(self, decode: bool, chunks: list[Chunk]) -> tuple[StepPlan, StepOutput]:
+        plan = build_plan(self.ladder.fit(decode, [len(c.tokens) for c in chunks], BLOCKS_PER_SEQUENCE), chunks)
+        return plan, self.runner.execute(plan, TRACE).host()
+
+    def stored(self, layer: int, lane: Lane) -> tuple[np.ndarray, np.ndarray]:
+        """What the pools hold of a lane for KV source `layer`: compressed KV [n, head_dim], index keys [n, index_head_dim].
+
+        n counts the groups that the lane's tokens complete.
+        """
+        layout, state = self.runner.layout, self.runner.state
+        count = len(lane.tokens) // TINY.compress_ratios[layer]
+        row = layout.entry_row(TINY.kv_source_layer_ids.index(layer), jnp.asarray(lane.blocks), jnp.arange(count))
+
+        def read(codec: Codec, pool: Array) -> np.ndarray:
+            return np.asarray(codec.decode(pool.reshape(-1, pool.shape[-1])[row]))
+
+        formats = layout.formats
+        return read(formats.compressed, state.compressed), read(formats.index, state.index)
 
 
 def _joined(steps: list[tuple[StepPlan, int, StepOutput]]) -> Fed:
     rows = [(plan.rows_of(place), output) for plan, place, output in steps]
 
-    def layers(pick: str) -> np.ndarray:
-        return np.concatenate([np.concatenate([getattr(t, pick)[:, r] for t in o.trace]) for r, o in rows], axis=1)
+    def layers(name: str) -> np.ndarray:
+        return np.concatenate([np.concatenate([getattr(t, name)[:, r] for t in o.trace]) for r, o in rows], axis=1)
 
     selected = {}
     for at, run in enumerate(TINY.layer_runs):
@@ -157,32 +188,3 @@ def _joined(steps: list[tuple[StepPlan, int, StepOutput]]) -> Fed:
     _, place, output = steps[-1]
     logits = np.concatenate([o.logits[r] for r, o in rows])
     return Fed(logits, layers("streams"), layers("experts"), selected, int(output.token[place]))
-
-
-def greedy(runner: ModelRunner, lanes: Sequence[Lane], count: int) -> list[list[int]]:
-    """`count` greedy ids of every lane: its prompt as the lane says, then decode steps that read the state's token."""
-    ids = [[fed.token] for fed in feed(runner, lanes)]
-    for step in range(1, count):
-        for at in range(0, len(lanes), LADDER.decode_rows[-1]):
-            group = lanes[at : at + LADDER.decode_rows[-1]]
-            chunks = [Chunk([DEVICE_TOKEN], len(l.tokens) + step - 1, l.slot, l.blocks) for l in group]
-            plan = build_plan(LADDER.fit(True, [1] * len(chunks), BLOCKS_PER_SEQUENCE), chunks)
-            tokens = runner.execute(plan, TRACE).host().token
-            for i, token in enumerate(tokens[: len(group)]):
-                ids[at + i].append(int(token))
-    return ids
-
-
-def stored_entries(runner: ModelRunner, layer: int, blocks: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(compressed KV [count, head_dim], index keys [count, index_head_dim]) as the pools hold them for KV source `layer`."""
-    layout, state = runner.layout, runner.state
-    source = TINY.kv_source_layer_ids.index(layer)
-    row = layout.entry_row(source, jnp.asarray(blocks), jnp.arange(count))
-
-    def read(pool: Array) -> Array:
-        return pool.reshape(-1, pool.shape[-1])[row]
-
-    formats = layout.formats
-    return np.asarray(formats.compressed.decode(read(state.compressed))), np.asarray(
-        formats.index.decode(read(state.index))
-    )

@@ -144,7 +144,7 @@ def test_interrupted(command: Callable[[str, Command], None], capsys: pytest.Cap
         ("--config quickstart --set", ["--set"]),
         ("--config quickstart --prompt a --input b", ["--input and --prompt"]),
         ("score --config quickstart --prompt a", ["--prompt", "score"]),
-        ("bench --config quickstart --output a", ["--output", "bench"]),
+        ("bench --config quickstart --prompt a", ["--prompt", "bench"]),
         ("bench --config quickstart --input a", ["--input", "bench"]),
         ("--config quickstart --set sampling.top_p=0.9", ["sampling.top_p: 0.9 is not available yet"]),
     ],

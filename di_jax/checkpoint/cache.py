@@ -57,23 +57,17 @@ def load_or_convert(
             return load_leaves(reader, config, shardings)
         cache_dir = Path(cache_dir).absolute()
         entry, aside = _agree(reader, cache_dir)
-        if _is_intact(entry):
-            try:
-                leaves = _restore(entry, config, shardings)
-            except Exception as error:  # Orbax and TensorStore raise many kinds for damaged data
-                logger.warning("weights cache %s is damaged (%s); converting again", entry, _first_line(error))
-            else:
-                logger.info("weights restored from cache %s", entry)
-                return leaves
-        elif entry.exists():
-            logger.warning("weights cache %s is incomplete or damaged; converting again", entry)
+        if (leaves := _try_restore(entry, config, shardings)) is not None:
+            return leaves
         leaves = load_leaves(reader, config, shardings)
         try:
+            cache_dir.mkdir(parents=True, exist_ok=True)  # fails here, not in a thread of Orbax
             _store(entry, aside, leaves)
         except Exception as error:  # a full disk must not keep the model from running
             logger.warning("weights cache %s could not be written (%s); continuing without", entry, _first_line(error))
+        finally:
             if jax.process_index() == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(aside, ignore_errors=True)  # there only when the store did not finish
         return leaves
 
 
@@ -119,9 +113,14 @@ def _is_intact(entry: Path) -> bool:
             intact = all(sums[name] == listed[name][1] for name in share)
     except (OSError, ValueError, TypeError):
         intact = False
-    if count > 1:
-        intact = bool(np.all(multihost_utils.process_allgather(np.asarray(intact))))
-    return intact
+    return _everywhere(intact)
+
+
+def _everywhere(good: bool) -> bool:
+    """Whether it holds in all processes: what follows is collective, so they must decide alike."""
+    if jax.process_count() == 1:
+        return good
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(good))))
 
 
 def _data_files(entry: Path) -> dict[str, int]:
@@ -149,6 +148,27 @@ def _checksums(entry: Path, files: Mapping[str, int], title: str) -> dict[str, i
             return dict(zip(files, pool.map(checksum, files), strict=True))
 
 
+def _try_restore(
+    entry: Path, config: ModelConfig, shardings: Mapping[str, Sharding] | None
+) -> dict[str, jax.Array] | None:
+    """The entry's leaves; None when there is none or it is damaged, in which case it is removed."""
+    problem = "incomplete or damaged files" if entry.exists() else ""
+    leaves = None
+    if _is_intact(entry):
+        try:
+            leaves = _restore(entry, config, shardings)
+        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged data
+            problem = _first_line(error)
+        if _everywhere(leaves is not None):
+            logger.info("weights restored from cache %s", entry)
+            return leaves
+    if problem:
+        logger.warning("weights cache %s is damaged (%s); converting again", entry, problem)
+        if jax.process_index() == 0:
+            shutil.rmtree(entry, ignore_errors=True)
+    return None
+
+
 def _restore(entry: Path, config: ModelConfig, shardings: Mapping[str, Sharding] | None) -> dict[str, jax.Array]:
     default = SingleDeviceSharding(jax.local_devices()[0])
     wanted = {
@@ -164,9 +184,8 @@ def _store(entry: Path, aside: Path, leaves: Mapping[str, jax.Array]) -> None:
     """Writes aside, lists the files, renames. float8_e4m3fn and bfloat16 are native TensorStore types: no views."""
     tree = _nest(leaves)
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(aside, tree, save_args=save_args)
-        checkpointer.wait_until_finished()
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(aside, args=ocp.args.StandardSave(tree, save_args))
     files = _data_files(aside)
     share = {name: files[name] for name in sorted(files)[jax.process_index() :: jax.process_count()]}
     sums = _checksums(aside, share, "sealing weights cache")
@@ -175,9 +194,11 @@ def _store(entry: Path, aside: Path, leaves: Mapping[str, jax.Array]) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"weights cache {aside.name}")
     if jax.process_index() == 0:
-        if entry.exists():  # the damaged one, or another run was faster
-            shutil.rmtree(entry)
-        os.rename(aside, entry)
+        try:
+            os.rename(aside, entry)
+        except OSError:
+            if not entry.exists():  # else another run was faster; its entry has the same content
+                raise
 
 
 def _nest(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,4 +47,5 @@ def expand(y: Array, streams: Array, post: Array, comb: Array) -> Array:
     out = post[..., None] * y.astype(jnp.float32)[:, None, :]
     for j in range(streams.shape[1]):
         out += comb[:, j, :, None] * x[:, j, None, :]
-    return out.astype(streams.dtype)
+    # The streams have five readers: without the barrier XLA computes this sum again inside each of them.
+    return lax.optimization_barrier(out.astype(streams.dtype))

@@ -1,0 +1,182 @@
+"""`bench`, kind engine: tokens/s of prefill and decode through the real engine (cli-contract, bench)."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from di_jax.commands.roofline import NOTE, Peaks, measure_peaks, step_cost
+from di_jax.config import BenchGroup, Config
+from di_jax.engine.engine import Engine
+from di_jax.engine.metrics import StepReport
+from di_jax.engine.scheduler import DECODE, PREFILL
+from di_jax.engine.setup import build_engine_parts
+from di_jax.errors import UserError
+from di_jax.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+KIND = "engine"
+SEED = 20260910
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+
+Row = dict[str, Any]
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    """Measures `bench.batch_sizes`, prints a table, and with --output adds the rows to a results file.
+
+    Returns 0. Raises UserError when the output cannot be written or belongs to another kind or device.
+    """
+    output: Path | None = getattr(args, "output", None)
+    history = [] if output is None else _history(output)
+    parts = build_engine_parts(config)
+    engine = Engine(parts, config.engine)
+    peaks = measure_peaks(config.model.dtype)
+    today = datetime.date.today().isoformat()
+    common = {"date": today, "model": config.model.path, "dtype": config.model.dtype, "cpu_cores": os.cpu_count()}
+    rows = []
+    with tqdm(total=_runs(config.bench), desc="measuring", unit="run", disable=None, file=sys.stderr) as bar:
+        for batch in config.bench.batch_sizes:
+            rows += [{**row, **common} for row in measure_batch(engine, config.bench, batch, peaks, bar)]
+    result = {
+        "kind": KIND,
+        "device": jax.devices()[0].device_kind,
+        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "roofline": {"note": NOTE, "copy_bytes_per_s": peaks.bytes_per_s, "matmul_flops_per_s": peaks.flops_per_s},
+    }
+    print(table(rows), flush=True)
+    if output is not None:
+        committed = {**result, "command": _command(args), "date": today, "rows": history + rows}
+        output.write_text(json.dumps(committed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        logger.info("wrote %d rows to %s, %d of them from before", len(history + rows), output, len(history))
+    if args.json:
+        print(json.dumps({**result, "rows": rows}), flush=True)
+    return 0
+
+
+def measure_batch(engine: Engine, bench: BenchGroup, batch: int, peaks: Peaks, bar: tqdm) -> list[Row]:
+    """A prefill row and, when more than one token is asked, a decode row: medians over `bench.repeats` runs, after one
+    that is not counted. All requests arrive at once; a run's decode steps count when all of them take part."""
+    vocabulary = engine.parts.model_config.vocab_size
+    prompts = np.random.default_rng(SEED).integers(0, vocabulary, (batch, bench.prompt_len)).tolist()
+    runs = []
+    for _ in range(bench.repeats + 1):
+        runs.append(_answer(engine, prompts, bench.output_len))
+        bar.update()
+    rows = [_row(engine, PREFILL, bench, batch, runs[1:], peaks)]
+    if bench.output_len > 1:
+        rows.append(_row(engine, DECODE, bench, batch, runs[1:], peaks))
+    return rows
+
+
+def _answer(engine: Engine, prompts: list[list[int]], output_len: int) -> list[StepReport]:
+    """The steps that answer all prompts with exactly `output_len` tokens each."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+    steps = []
+    try:
+        while engine.has_unfinished:
+            report = engine.step()
+            assert report is not None
+            steps.append(report)
+    finally:
+        for request in requests:
+            engine.abort(request.request_id)
+    return steps
+
+
+def _row(engine: Engine, phase: str, bench: BenchGroup, batch: int, runs: list[list[StepReport]], peaks: Peaks) -> Row:
+    """One row of the results. tokens_per_s counts tokens fed; step_ms is a step's mean time, host work included."""
+    counted = [[s for s in run if s.kind == phase and (phase == PREFILL or s.num_sequences == batch)] for run in runs]
+    if not all(counted):
+        raise UserError(
+            f"bench.batch_sizes: {batch} requests of {bench.prompt_len + bench.output_len} tokens never ran together; "
+            "raise engine.num_blocks"
+        )
+    step_s = median(sum(s.seconds for s in steps) / len(steps) for steps in counted)
+    tokens_per_s = median(sum(s.num_tokens for s in steps) / sum(s.seconds for s in steps) for steps in counted)
+    steps = counted[0]
+    tokens, sequences = (round(sum(getattr(s, n) for s in steps) / len(steps)) for n in ("num_tokens", "num_sequences"))
+    context = bench.prompt_len / 2 if phase == PREFILL else bench.prompt_len + bench.output_len / 2
+    params = engine.parts.runner.params
+    leaves = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+    cost = step_cost(leaves, engine.parts.layout, tokens=tokens, sequences=sequences, context=context)
+    return {
+        "phase": phase,
+        "batch": batch,
+        "prompt_len": bench.prompt_len,
+        "output_len": bench.output_len,
+        "tokens_per_s": tokens_per_s,
+        "step_ms": step_s * 1e3,
+        "steps": len(steps),
+        "bucket_rows": steps[-1].bucket.rows,
+        "repeats": bench.repeats,
+        "roofline_ms": cost.seconds(peaks) * 1e3,
+        "roofline_bound": cost.bound(peaks),
+        "roofline_fraction": cost.seconds(peaks) / step_s,
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The rows for a person to read."""
+    lines = [f"{'phase':8} {'batch':>5} {'tokens/s':>10} {'ms/step':>9} {'least ms':>9} {'of roofline':>11}"]
+    for row in rows:
+        lines.append(
+            f"{row['phase']:8} {row['batch']:5d} {row['tokens_per_s']:10.1f} {row['step_ms']:9.2f} "
+            f"{row['roofline_ms']:9.3f} {row['roofline_fraction']:11.2%}"
+        )
+    return "\n".join(lines)
+
+
+def device_slug(kind: str) -> str:
+    """A device kind as part of a file name: `NVIDIA H200` is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+def _history(path: Path) -> list[Row]:
+    """Rows that the results file holds already; opens it for writing, so that a bad path fails before the work."""
+    try:
+        with path.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            text = file.read()
+        old = json.loads(text) if text else {"rows": []}
+        rows = old["rows"]
+        if text and (old["kind"], old["device"]) != (KIND, jax.devices()[0].device_kind):
+            raise UserError(
+                f"output {path}: holds results of {old['kind']} on {old['device']}; write to "
+                f"{KIND}-{device_slug(jax.devices()[0].device_kind)}.json"
+            )
+    except OSError as error:
+        raise UserError(f"output {path}: cannot be written: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"output {path}: is not a results file ({error!r}); give another path") from error
+    return list(rows)
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line that repeats this run."""
+    words = ["python", "-m", "di_jax.run", "bench", "--config", str(args.config)]
+    for assignment in args.set:
+        words += ["--set", assignment]
+    return shlex.join(words)
+
+
+def _runs(bench: BenchGroup) -> int:
+    return len(bench.batch_sizes) * (bench.repeats + 1)

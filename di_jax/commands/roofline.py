@@ -1,0 +1,124 @@
+"""The least time a step of the model could take on this device, from what it must read and multiply.
+
+Lower bounds, so that a fraction of the roofline is never flattered: each weight is read once a step in its stored
+format (only the experts and table rows that the tokens can touch), each cache entry once a sequence, activations not
+at all. Bandwidth and matmul rate are measured on the device at hand, for no data sheet lists every one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from di_jax.model.cache import CacheLayout
+
+NOTE = (
+    "fraction = least time / measured time; least time = max(bytes / copy bandwidth, flops / matmul rate), both rates "
+    "measured on this device; bytes = stored weights once a step (experts and table rows that the tokens can reach), "
+    "cache entries once a sequence; activations, padding and launches are not counted"
+)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Measured rates of one device: bytes read plus written by a copy, and multiply-add flops of a large matmul."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step cannot do without."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, peaks: Peaks) -> float:
+        return max(self.bytes / peaks.bytes_per_s, self.flops / peaks.flops_per_s)
+
+    def bound(self, peaks: Peaks) -> str:
+        """memory or compute: which of the two takes longer."""
+        return "memory" if self.bytes / peaks.bytes_per_s >= self.flops / peaks.flops_per_s else "compute"
+
+
+def step_cost(
+    leaves: Mapping[str, jax.ShapeDtypeStruct | Array],
+    layout: CacheLayout,
+    *,
+    tokens: int,
+    sequences: int,
+    context: float,
+) -> StepCost:
+    """The cost of a step that feeds `tokens` tokens of `sequences` sequences, with `context` positions before a token
+    on average. leaves: weights by path, as stored (checkpoint.mapping)."""
+    c = layout.config
+    touched = min(c.n_routed_experts, tokens * c.num_experts_per_tok) / c.n_routed_experts
+    total_bytes = flops = 0.0
+    for path, leaf in leaves.items():
+        size = leaf.size * leaf.dtype.itemsize
+        elements = leaf.size * (2 if path.startswith("layers.ffn.experts.") and leaf.dtype == jnp.uint8 else 1)
+        is_matrix = leaf.ndim >= 2 and not path.endswith((".scale", ".bias", ".bias_vl"))
+        if path.startswith("embed."):
+            total_bytes += tokens * size / leaf.shape[0]
+        elif path.startswith("engram_tables."):
+            total_bytes += tokens * c.engram_columns * size / leaf.shape[0]
+        elif path.startswith("layers.ffn.experts."):
+            total_bytes += touched * size
+            if is_matrix:
+                flops += 2 * tokens * elements * c.num_experts_per_tok / c.n_routed_experts
+        else:
+            total_bytes += size
+            if is_matrix:
+                flops += 2 * (sequences if path.startswith("head.") else tokens) * elements
+    cache = _cache_cost(layout, context)
+    return StepCost(total_bytes + sequences * cache.bytes, flops + tokens * cache.flops)
+
+
+def _cache_cost(layout: CacheLayout, context: float) -> StepCost:
+    """Bytes of cache that one sequence's step reads, and attention flops of one token."""
+    c, formats = layout.config, layout.formats
+    window_row = formats.window.record(c.head_dim) * formats.window.dtype.itemsize
+    entry = formats.compressed.record(c.head_dim) * formats.compressed.dtype.itemsize
+    index_key = formats.index.record(c.index_head_dim) * formats.index.dtype.itemsize
+    total_bytes = flops = 0.0
+    for plan in c.layers:
+        window = min(context + 1, c.sliding_window)
+        selected = min(context / plan.ratio, c.index_topk) if plan.ratio else 0.0
+        total_bytes += window * window_row + selected * entry
+        flops += 4 * c.num_attention_heads * c.head_dim * (window + selected)
+        if plan.owns_index:
+            keys = context / plan.ratio
+            total_bytes += keys * index_key
+            flops += 2 * c.index_n_heads * c.index_head_dim * keys
+    return StepCost(total_bytes, flops)
+
+
+def measure_peaks(dtype: str) -> Peaks:
+    """Median of five timed runs each: negating 256 MB of fp32, and a square matmul in `dtype`."""
+    device = jax.devices()[0]
+    side = 2048 if device.platform == "cpu" else 8192
+    array = jnp.ones((2**26,), jnp.float32)
+    square = jnp.ones((side, side), jnp.dtype(dtype))
+    copy = jax.jit(jnp.negative)
+    multiply = jax.jit(lambda a: jnp.matmul(a, a, precision=jax.lax.Precision.HIGHEST))
+    return Peaks(
+        bytes_per_s=2 * array.nbytes / _seconds(copy, array),
+        flops_per_s=2 * side**3 / _seconds(multiply, square),
+    )
+
+
+def _seconds(function: jax.stages.Wrapped, argument: Array) -> float:
+    function(argument).block_until_ready()
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        function(argument).block_until_ready()
+        times.append(time.perf_counter() - began)
+    return median(times)

@@ -1,0 +1,205 @@
+"""Scheduling policy, driven without a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from di_jax.engine.block_manager import BlockManager
+from di_jax.engine.scheduler import DECODE, MAX_PREFILL_STREAK, PREFILL, Batch, Scheduler
+from di_jax.engine.sequence import Sequence, Status
+from di_jax.engine.step_plan import DEVICE_TOKEN, FREE_TOKEN, BucketLadder, build_plan
+from di_jax.sampling_params import SamplingParams
+
+
+def make_scheduler(
+    *, rows: int = 128, seqs: int = 4, tokens: int = 128, num_blocks: int = 12, context: int = 8
+) -> Scheduler:
+    ladder = BucketLadder.derive(max_num_batched_tokens=rows, max_num_seqs=seqs, max_context_blocks=context)
+    return Scheduler(BlockManager(num_blocks, seqs, 128), ladder, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+
+
+def sequence(prompt: int, answer: int = 4, name: str = "a", forced: tuple[int, ...] | None = None) -> Sequence:
+    ids = [at % 97 for at in range(prompt)]
+    return Sequence(name, 0, ids, SamplingParams(temperature=0, forced_token_ids=forced), 7, max_tokens=answer)
+
+
+def run(scheduler: Scheduler, batch: Batch) -> None:
+    """What the engine does with a batch: count it, append a token to what was sampled, end by length."""
+    scheduler.computed(batch)
+    for chunk, one in zip(batch.chunks, batch.sequences, strict=True):
+        if chunk.sample:
+            one.output_ids.append(1)
+            if len(one.output_ids) >= one.max_tokens:
+                scheduler.finish(one, "length")
+
+
+def counts(batch: Batch | None) -> list[int]:
+    assert batch is not None
+    return [len(chunk.tokens) for chunk in batch.chunks]
+
+
+def test_several_prompts_share_a_step_and_the_last_is_cut_where_the_rows_end() -> None:
+    scheduler = make_scheduler()
+    for prompt in (33, 20, 90):
+        scheduler.add(sequence(prompt))
+    batch = scheduler.schedule()
+    # Tiles of 16 rows: 33 tokens take 48, 20 take 32, so 48 rows are left.
+    assert batch is not None and batch.kind == PREFILL and counts(batch) == [33, 20, 48]
+    assert [c.sample for c in batch.chunks] == [True, True, False]
+    run(scheduler, batch)
+    assert [s.status for s in batch.sequences] == [Status.RUNNING, Status.RUNNING, Status.PREFILL]
+    rest = scheduler.schedule()
+    assert rest is not None and rest.kind == PREFILL and counts(rest) == [42]
+    assert (rest.chunks[0].start, rest.chunks[0].sample) == (48, True)
+    assert rest.chunks[0].tokens == rest.sequences[0].prompt_ids[48:]
+    run(scheduler, rest)
+    decode = scheduler.schedule()
+    assert decode is not None and decode.kind == DECODE and counts(decode) == [1, 1, 1]
+    assert all(c.tokens == [DEVICE_TOKEN] and c.sample for c in decode.chunks)
+    assert [c.start for c in decode.chunks] == [33, 20, 90]
+    assert [c.output_index for c in decode.chunks] == [1, 1, 1]
+
+
+def test_the_token_budget_holds_beside_the_rows() -> None:
+    scheduler = make_scheduler(rows=256, tokens=130)
+    for prompt in (97, 97):
+        scheduler.add(sequence(prompt))
+    assert counts(scheduler.schedule()) == [97, 33]
+
+
+def test_decodes_wait_for_a_few_prefill_steps_at_most() -> None:
+    scheduler = make_scheduler(seqs=2, num_blocks=40, context=20)
+    scheduler.add(sequence(10, answer=50))
+    first = scheduler.schedule()
+    assert first is not None
+    run(scheduler, first)
+    scheduler.add(sequence(128 * 12))
+    kinds = []
+    while (batch := scheduler.schedule()) is not None and len(kinds) < 15:
+        kinds.append(batch.kind)
+        run(scheduler, batch)
+    # The streak counts the first prompt's step too.
+    want = [PREFILL] * 3 + [DECODE] + [PREFILL] * 4 + [DECODE] + [PREFILL] * 4 + [DECODE] + [PREFILL]
+    assert kinds == want
+
+
+def test_without_decodes_prompts_run_on() -> None:
+    scheduler = make_scheduler(num_blocks=40, context=20)
+    scheduler.add(sequence(128 * 10))
+    kinds = []
+    for _ in range(10):
+        batch = scheduler.schedule()
+        assert batch is not None
+        kinds.append(batch.kind)
+        run(scheduler, batch)
+    assert kinds == [PREFILL] * 10
+
+
+def test_the_first_in_line_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    big, small = sequence(300, 1), sequence(10, 1, "small")
+    holder = sequence(100, 100, "holder")
+    for one in (holder, big, small):
+        scheduler.add(one)
+    batch = scheduler.schedule()
+    assert batch is not None and batch.sequences == [holder]
+    assert (big.status, small.status, small.slot) == (Status.WAITING, Status.WAITING, -1)
+    run(scheduler, batch)
+    scheduler.finish(holder, "abort")
+    batch = scheduler.schedule()
+    assert batch is not None and batch.sequences == [big] and big.status is Status.PREFILL
+
+
+def test_sequences_end_in_any_state() -> None:
+    scheduler = make_scheduler(seqs=1)
+    running, waiting = sequence(200), sequence(10)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    assert scheduler.schedule() is not None and running.status is Status.PREFILL
+    scheduler.finish(waiting, "abort")
+    scheduler.finish(running, "abort")
+    scheduler.finish(running, "stop")  # it ended before
+    assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
+    assert not scheduler.has_work and scheduler.schedule() is None
+    assert scheduler.blocks.num_free_blocks == 12
+    scheduler.blocks.check()
+
+
+def test_what_can_never_fit_is_told_apart() -> None:
+    scheduler = make_scheduler(num_blocks=3, context=8)
+    assert scheduler.never_fits(3 * 128) is None
+    why = scheduler.never_fits(3 * 128 + 1)
+    assert why is not None and "385 tokens, 4 blocks of 128; the engine has 3" in why
+    assert make_scheduler(num_blocks=12, context=2).never_fits(300) is not None
+
+
+def test_forced_tokens_go_with_their_output_index() -> None:
+    scheduler = make_scheduler()
+    one = sequence(5, 4, forced=(9, -1, 8))
+    scheduler.add(one)
+    seen = []
+    while (batch := scheduler.schedule()) is not None:
+        seen.append(batch.chunks[0].forced)
+        run(scheduler, batch)
+    assert seen == [9, FREE_TOKEN, 8, FREE_TOKEN]
+
+
+def test_a_chunk_that_is_not_sampled_forces_nothing() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(sequence(200, 4, forced=(9,)))
+    batch = scheduler.schedule()
+    assert batch is not None and not batch.chunks[0].sample and batch.chunks[0].forced == FREE_TOKEN
+
+
+@given(data=st.data())
+def test_everything_runs_once_in_order_and_within_the_limits(data: st.DataObject) -> None:
+    seqs = data.draw(st.integers(1, 5))
+    rows = data.draw(st.sampled_from([128, 256, 512]))
+    tokens = data.draw(st.integers(1, rows))
+    scheduler = make_scheduler(rows=rows, seqs=seqs, tokens=tokens, num_blocks=data.draw(st.integers(8, 20)))
+    sizes = st.tuples(st.integers(1, 700), st.integers(1, 12), st.integers(0, 6))
+    arrivals = [(sequence(p, a, str(n)), d) for n, (p, a, d) in enumerate(data.draw(st.lists(sizes, max_size=8)))]
+    everything = [one for one, _ in arrivals]
+    fed: Counter[str] = Counter()
+    admitted: list[Sequence] = []
+    streak = steps = 0
+    while arrivals or scheduler.has_work:
+        while arrivals and (arrivals[0][1] <= steps or not scheduler.has_work):
+            scheduler.add(arrivals.pop(0)[0])
+        could_decode = any(s.status is Status.RUNNING for s in scheduler.running)
+        batch = scheduler.schedule()
+        assert batch is not None and batch.chunks
+        steps += 1
+        assert steps < 5000
+        streak = streak + 1 if batch.kind == PREFILL and could_decode else 0
+        assert streak <= MAX_PREFILL_STREAK
+        assert batch.kind == DECODE or sum(counts(batch)) <= tokens
+        bucket = scheduler.ladder.fit(batch.kind == DECODE, counts(batch), batch.context_blocks)
+        build_plan(bucket, batch.chunks)
+        assert len(scheduler.running) <= seqs
+        assert len({c.slot for c in batch.chunks}) == len(batch.chunks)
+        for chunk, one in zip(batch.chunks, batch.sequences, strict=True):
+            assert chunk.start == one.num_computed == fed[one.request_id]
+            fed[one.request_id] += len(chunk.tokens)
+            end = chunk.start + len(chunk.tokens)
+            assert -(-end // 128) <= batch.context_blocks <= 8
+            assert len(one.blocks) * 128 >= end
+            if batch.kind == PREFILL:
+                assert chunk.tokens == one.prompt_ids[chunk.start : end]
+                assert chunk.sample == (end == len(one.prompt_ids))
+            else:
+                assert chunk.start == len(one) - 1
+            if one not in admitted:
+                admitted.append(one)
+        scheduler.blocks.check()
+        run(scheduler, batch)
+    assert admitted == everything
+    assert all(s.finish_reason == "length" and len(s.output_ids) == s.max_tokens for s in everything)
+    # The last token of an answer is never fed.
+    assert all(fed[s.request_id] == len(s) - 1 for s in everything)
+    scheduler.blocks.check()
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+    assert scheduler.blocks.num_free_slots == seqs
