@@ -18,15 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from tqdm import tqdm
 
-from di_jax.chat import ChatEncoder
 from di_jax.config import Config, load_config
-from di_jax.engine.engine import Engine, RequestError
+from di_jax.engine.engine import Engine
 from di_jax.engine.sequence import Request, RequestFailure
 from di_jax.engine.setup import build_engine_parts
 from di_jax.errors import UserError
+from di_jax.prompts import PromptEncoder
 from di_jax.sampling_params import SamplingParams
 from di_jax.tokenizer import Tokenizer
 
@@ -35,7 +34,6 @@ __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "SamplingParams
 # A text, or one of {"prompt": text}, {"prompt_token_ids": ids}, {"messages": chat}.
 Prompt = str | Mapping[str, Any]
 Sampling = SamplingParams | Mapping[str, Any]
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class LLM:
         parts = build_engine_parts(self.config)
         self.folder, self.tokenizer = parts.folder, parts.tokenizer
         self._engine: Engine | None = Engine(parts, self.config.engine)
-        self._chat: ChatEncoder | None = None
+        self.prompts = PromptEncoder(parts.folder, parts.tokenizer)
         self._ids = itertools.count()
 
     @property
@@ -259,34 +257,9 @@ class LLM:
         request_id = str(next(self._ids))
         text = prompt if isinstance(prompt, str) else None
         try:
-            text, ids = self._encode(prompt)
+            text, ids = self.prompts.encode(prompt)
             if not isinstance(sampling, SamplingParams):
                 sampling = SamplingParams.from_dict(sampling, self.config.sampling)
             return _Job(request_id, index, text, self.engine.add_request(ids, sampling, request_id))
         except UserError as error:
             return _Job(request_id, index, text, None, RequestFailure("invalid_request", str(error)))
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(its text when it was one, ids). Raises UserError."""
-        record: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        given = [name for name in PROMPT_FIELDS if name in record] if isinstance(record, Mapping) else []
-        if len(given) != 1 or len(record) != 1:
-            found = (", ".join(map(str, record)) or "nothing") if isinstance(record, Mapping) else type(record).__name__
-            raise RequestError(f"prompt: expected a text or one of {', '.join(PROMPT_FIELDS)}; found {found}")
-        name, value = given[0], record[given[0]]
-        if name == "prompt":
-            if not isinstance(value, str):
-                raise RequestError(f"prompt: expected text, found {type(value).__name__}")
-            # Before encoding: a tokenizer that adds a begin token would make a prompt of nothing else.
-            if not value:
-                raise RequestError("prompt: is empty; give at least one character")
-            return value, self.tokenizer.encode(value)
-        if isinstance(value, np.ndarray):
-            value = value.tolist()
-        if not isinstance(value, list | tuple):
-            raise RequestError(f"{name}: expected a list, found {type(value).__name__}")
-        if name == "prompt_token_ids":
-            return None, list(value)
-        if self._chat is None:
-            self._chat = ChatEncoder(self.folder)
-        return None, self._chat.encode(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping
 
@@ -43,6 +42,11 @@ def choose[F: Callable[..., object]](operation: str, implementation: str, availa
     return available[implementation]
 
 
-@functools.cache
+_logged: set[tuple[str, str]] = set()
+
+
 def _log_once(operation: str, name: str) -> None:
+    if (operation, name) in _logged:
+        return
+    _logged.add((operation, name))  # before logging: steps compile in several threads
     logger.info("kernel %s: auto chose %s", operation, name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from itertools import batched
+from functools import cache, partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -107,9 +107,7 @@ class Fed:
 
 def lanes_of(prompts: Iterable[Sequence[int]], cuts: Sequence[int] = (320,), *, decode: bool = False) -> list[Lane]:
     """A lane for every prompt, in slots and blocks of their own."""
-    return [
-        Lane(tokens, cuts, slot=i, blocks=own_blocks(i), decode=decode) for i, tokens in enumerate(prompts)
-    ]
+    return [Lane(tokens, cuts, slot=i, blocks=own_blocks(i), decode=decode) for i, tokens in enumerate(prompts)]
 
 
 def own_blocks(lane: int) -> tuple[int, ...]:
@@ -138,19 +136,33 @@ class Feeder:
                 return [_joined(s) for s in steps]
             for decode in (True, False):
                 part = [(i, chunk) for i, chunk in work if lanes[i].decode == decode]
-                limit = self.ladder.decode_rows[-1] if decode else max(1, len(part))
-                for group in batched(part, limit):
+                for group in self._groups(decode, part):
                     plan, output = self._execute(decode, [chunk for _, chunk in group])
                     for place, (i, _) in enumerate(group):
                         steps[i].append((plan, place, output))
+
+    def _groups(self, decode: bool, work: list[tuple[int, Chunk]]) -> Iterator[list[tuple[int, Chunk]]]:
+        """Cuts the chunks of a round into steps that the largest bucket holds."""
+        limit = self.ladder.decode_rows[-1] if decode else self.ladder.prefill_rows[-1]
+        group: list[tuple[int, Chunk]] = []
+        used = 0
+        for i, chunk in work:
+            need = 1 if decode else self.ladder.prefill_row_cost(len(chunk.tokens))
+            if used + need > limit:
+                yield group
+                group, used = [], 0
+            group.append((i, chunk))
+            used += need
+        if group:
+            yield group
 
     def greedy(self, lanes: Sequence[Lane], count: int) -> list[list[int]]:
         """`count` greedy ids of every lane: its prompt as the lane says, then decode steps that read the state's token."""
         ids = [[fed.token] for fed in self.feed(lanes)]
         for step in range(count - 1):
-            for group in batched(enumerate(lanes), self.ladder.decode_rows[-1]):
-                chunks = [Chunk([DEVICE_TOKEN], len(l.tokens) + step, l.slot, l.blocks) for _, l in group]
-                _, output = self._execute(True, chunks)
+            work = [(i, Chunk([DEVICE_TOKEN], len(l.tokens) + step, l.slot, l.blocks)) for i, l in enumerate(lanes)]
+            for group in self._groups(True, work):
+                _, output = self._execute(True, [chunk for _, chunk in group])
                 for place, (i, _) in enumerate(group):
                     ids[i].append(int(output.token[place]))
         return ids
@@ -165,14 +177,22 @@ class Feeder:
         n counts the groups that the lane's tokens complete.
         """
         layout, state = self.runner.layout, self.runner.state
+        source = TINY.kv_source_layer_ids.index(layer)
+        # All entries that the blocks hold, so that every call decodes the same shape.
+        entry = jnp.arange(len(lane.blocks) * layout.entries_per_block[source])
+        row = np.asarray(layout.entry_row(source, jnp.asarray(lane.blocks), entry))
         count = len(lane.tokens) // TINY.compress_ratios[layer]
-        row = layout.entry_row(TINY.kv_source_layer_ids.index(layer), jnp.asarray(lane.blocks), jnp.arange(count))
 
         def read(codec: Codec, pool: Array) -> np.ndarray:
-            return np.asarray(codec.decode(pool.reshape(-1, pool.shape[-1])[row]))
+            return np.asarray(_decode(codec, np.asarray(pool).reshape(-1, pool.shape[-1])[row]))[:count]
 
         formats = layout.formats
         return read(formats.compressed, state.compressed), read(formats.index, state.index)
+
+
+@partial(jax.jit, static_argnums=0)
+def _decode(codec: Codec, record: Array) -> Array:
+    return codec.decode(record)
 
 
 def _joined(steps: list[tuple[StepPlan, int, StepOutput]]) -> Fed:

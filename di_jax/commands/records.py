@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from di_jax.errors import UserError
+from di_jax.prompts import PROMPT_FIELDS
 
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 FIELDS = (*PROMPT_FIELDS, "id", "sampling")
 
 

@@ -20,17 +20,13 @@ from di_jax.engine.scheduler import DECODE, Batch, Scheduler
 from di_jax.engine.sequence import Request, RequestFailure, Sequence
 from di_jax.engine.setup import EngineParts
 from di_jax.engine.step_plan import build_plan
-from di_jax.errors import UserError
+from di_jax.prompts import RequestError, check_token_ids
 from di_jax.sampling_params import SamplingParams, choice_seed
 from di_jax.tokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
-
-
-class RequestError(UserError):
-    """A request that cannot run: its prompt is empty, too long or has unknown ids, or its sampling names such ids."""
 
 
 class Engine:
@@ -141,9 +137,7 @@ class Engine:
             ("sampling.stop_token_ids", sampling.stop_token_ids or (), 0),
             ("sampling.forced_token_ids", sampling.forced_token_ids or (), -1),
         ):
-            for at, token in enumerate(ids):
-                if type(token) is not int or not low <= token < vocabulary:
-                    raise RequestError(f"{name}[{at}]: {token!r} is not a token id of the model, 0 to {vocabulary - 1}")
+            check_token_ids(name, ids, vocabulary, low)
         room = limit - len(prompt_ids)
         unfit = self.scheduler.never_fits(len(prompt_ids) + min(sampling.max_tokens, room))
         if unfit:

@@ -13,7 +13,7 @@ from di_jax.checkpoint.cache import load_or_convert
 from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.config import Config
 from di_jax.engine.runner import ModelRunner
-from di_jax.engine.step_plan import BucketLadder
+from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
@@ -76,6 +76,10 @@ def blocks_per_sequence(config: Config) -> int:
 def build_ladder(config: Config) -> BucketLadder:
     """The compiled shapes: `engine.*_buckets`, or ladders from the limits."""
     engine = config.engine
+    for rows in engine.prefill_buckets or ():
+        tile = Bucket(False, rows, 1).tile
+        if rows % tile:
+            raise ConfigError(f"engine.prefill_buckets: {rows} is not a multiple of its tile of {tile} rows")
     context = engine.context_buckets and [-(-n // engine.block_size) for n in engine.context_buckets]
     return BucketLadder.derive(
         max_num_batched_tokens=engine.max_num_batched_tokens,

@@ -33,7 +33,7 @@ class Bucket:
     @property
     def tile(self) -> int:
         """Rows of a tile: 1 in decode; in prefill up to 128, and at least 16 tiles from 1,024 rows on."""
-        return 1 if self.decode else min(self.rows, max(16, min(MAX_TILE, self.rows // 16)))
+        return 1 if self.decode else min(self.rows, max(16, min(MAX_TILE, self.rows // 16 // 16 * 16)))
 
     @property
     def sequences(self) -> int:
@@ -123,8 +123,11 @@ class BucketLadder:
         context: Sequence[int] | None = None,
     ) -> BucketLadder:
         """Ladders from the limits: prefill rows x4 from 64, decode rows x4 from 1, context x4 from 16 blocks."""
+        rows = max_num_batched_tokens
+        while rows % Bucket(False, rows, 1).tile:
+            rows += 1  # the last bucket holds whole tiles
         return cls(
-            tuple(prefill or _ladder(min(64, max_num_batched_tokens), max_num_batched_tokens)),
+            tuple(prefill or _ladder(min(64, rows), rows)),
             tuple(decode or _ladder(1, max_num_seqs)),
             tuple(context or _ladder(min(16, max_context_blocks), max_context_blocks)),
         )

@@ -203,7 +203,7 @@ def abstract_model(config: ModelConfig, numerics: Numerics, kernels: KernelChoic
 
 def parameter_paths(model: Transformer) -> dict[str, nnx.Param]:
     """Dotted path -> parameter, the names that `checkpoint.mapping` uses."""
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.state(model, nnx.Param).flat_state()}
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
 def assemble(
@@ -215,7 +215,7 @@ def assemble(
 ) -> Transformer:
     """The model around loaded weights. Raises ValueError when a leaf is missing, unknown or of another shape."""
     model = abstract_model(config, numerics, kernels)
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.state(model, nnx.Param).flat_state()}
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     if flat.keys() != leaves.keys():
         raise ValueError(f"weights do not match the model: {sorted(flat.keys() ^ leaves.keys())}")
     loaded = {}
@@ -224,7 +224,7 @@ def assemble(
         if array.shape != spec.shape or array.dtype != spec.dtype:
             raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype}{list(spec.shape)}")
         loaded[path] = leaf.replace(array)
-    state = nnx.State.from_flat_path(loaded)
+    state = nnx.from_flat_state(loaded)
     hashes = nnx.state(NgramHash(config, tables), HashTable) if config.engram_layer_ids else None
     if hashes is not None:
         state = nnx.merge_state(state, nnx.State({"ngram_hash": hashes}))

@@ -13,12 +13,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from di_jax.engine.compile_counter import COMPILATIONS
-from di_jax.engine.engine import Engine, RequestError
+from di_jax.engine.engine import Engine
 from di_jax.engine.metrics import StatusLine, StepReport
 from di_jax.engine.scheduler import DECODE, PREFILL
 from di_jax.engine.sequence import Request, perplexity
 from di_jax.engine.step_plan import Bucket
 from di_jax.llm import LLM
+from di_jax.prompts import RequestError
 from di_jax.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
