@@ -191,7 +191,7 @@ class KernelOps(Group):
     index_topk: str | None = key(None, choices=(None, "auto", "reference"))
     sparse_attention: str | None = key(None, choices=(None, "auto", "reference"))
     compress_store: str | None = key(None, choices=(None, "auto", "reference"))
-    expert_ffn: str | None = key(None, choices=(None, "auto", "reference"))
+    expert_ffn: str | None = key(None, choices=(None, "auto", "reference", "dense"))
 
 
 @dataclass(frozen=True)

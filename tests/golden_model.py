@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,10 +158,13 @@ class Feeder:
             yield group
 
     def greedy(self, lanes: Sequence[Lane], count: int) -> list[list[int]]:
-        """`count` greedy ids of every lane: its prompt as the lane says, then decode steps that read the state's token."""
+        """`count` greedy ids of every lane: its prompt, then decode steps that read the state's token."""
         ids = [[fed.token] for fed in self.feed(lanes)]
         for step in range(count - 1):
-            work = [(i, Chunk([DEVICE_TOKEN], len(l.tokens) + step, l.slot, l.blocks)) for i, l in enumerate(lanes)]
+            work = [
+                (i, Chunk([DEVICE_TOKEN], len(lane.tokens) + step, lane.slot, lane.blocks))
+                for i, lane in enumerate(lanes)
+            ]
             for group in self._groups(True, work):
                 _, output = self._execute(True, [chunk for _, chunk in group])
                 for place, (i, _) in enumerate(group):
@@ -172,7 +176,7 @@ class Feeder:
         return plan, self.runner.execute(plan, TRACE).host()
 
     def stored(self, layer: int, lane: Lane) -> tuple[np.ndarray, np.ndarray]:
-        """What the pools hold of a lane for KV source `layer`: compressed KV [n, head_dim], index keys [n, index_head_dim].
+        """What the pools hold of a lane for KV source `layer`: compressed KV and index keys, both [n, channels].
 
         n counts the groups that the lane's tokens complete.
         """
@@ -196,7 +200,7 @@ def _decode(codec: Codec, record: Array) -> Array:
 
 
 def _joined(steps: list[tuple[StepPlan, int, StepOutput]]) -> Fed:
-    rows = [(plan.rows_of(place), output) for plan, place, output in steps]
+    rows: list[tuple[slice, Any]] = [(plan.rows_of(place), output) for plan, place, output in steps]
 
     def layers(name: str) -> np.ndarray:
         return np.concatenate([np.concatenate([getattr(t, name)[:, r] for t in o.trace]) for r, o in rows], axis=1)

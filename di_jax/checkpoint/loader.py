@@ -68,18 +68,20 @@ def load_leaves(
     shardings: Mapping[str, Sharding] | None,
     *,
     slab_bytes: int = SLAB_BYTES,
+    draft: bool = False,
 ) -> dict[str, jax.Array]:
     """Every leaf of `mapping.leaf_specs` as a global array; of a multi-process mesh only local shards are read.
 
-    shardings: by leaf path, None for all on the first device. Host memory beyond the device shards: at most four
-    slabs. Raises CheckpointError (bad scale byte, file changed), ValueError for a leaf without sharding.
+    shardings: by leaf path, None for all on the first device. draft: the leaves of the draft model as well. Host
+    memory beyond the device shards: at most four slabs. Raises CheckpointError (bad scale byte, file changed),
+    ValueError for a leaf without sharding.
     """
-    specs = leaf_specs(config)
+    specs, sources = leaf_specs(config, draft=draft), all_sources(config, draft=draft)
     if shardings is None:
         shardings = dict.fromkeys(specs, SingleDeviceSharding(jax.local_devices()[0]))
     if unplaced := [path for path in specs if path not in shardings]:
         raise ValueError(f"no sharding for parameter {unplaced[0]!r} ({len(unplaced)} in all)")
-    leaves = {path: _Leaf(reader, path, specs[path], all_sources(config)[path], shardings[path]) for path in specs}
+    leaves = {path: _Leaf(reader, path, specs[path], sources[path], shardings[path]) for path in specs}
     total = sum(leaf.local_bytes for leaf in leaves.values())
     with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=None) as bar:
         return {path: leaf.load(slab_bytes, bar.update) for path, leaf in leaves.items()}

@@ -4,8 +4,9 @@ Our parameter tree has tens of leaves: layer weights are stacked over the layers
 few arguments. A leaf's dtype is the stored one. Paths are dotted; leading stack axes are, in order,
 
     L backbone layers   S KV sources   P pooled KV sources (ratio > 1)   I index sources   G Engram layers   E experts
+    M draft stages
 
-Draft (`mtp.*`) and vision tensors have no leaf here.
+Draft tensors (`mtp.*`) become leaves `draft.*` when asked for; vision tensors have no leaf here.
 """
 
 from __future__ import annotations
@@ -41,28 +42,31 @@ class LeafSpec(NamedTuple):
 
 def leaf_sources(config: ModelConfig, path: str) -> list[tuple[tuple[int, ...], str]]:
     """[(position on the stack axes, tensor name)]; position () for a leaf that is one tensor. KeyError if unknown."""
-    return list(all_sources(config)[path])
+    return list(all_sources(config, draft=path.startswith("draft."))[path])
 
 
-def leaf_specs(config: ModelConfig, quantized: bool | None = None) -> dict[str, LeafSpec]:
-    """Shape and dtype of every leaf. quantized False: bf16 weights, no `.scale` leaves; None: as the config says."""
+def leaf_specs(config: ModelConfig, quantized: bool | None = None, *, draft: bool = False) -> dict[str, LeafSpec]:
+    """Shape and dtype of every leaf. quantized False: bf16 weights, no `.scale` leaves; None: as the config says.
+
+    draft: the leaves of the draft model as well.
+    """
     quantized = config.quantization is not None if quantized is None else quantized
     inventory = expected_inventory(config, quantized)
     specs = {}
-    for path, sources in _all_sources(config, quantized).items():
+    for path, sources in _all_sources(config, quantized, draft).items():
         tensor = inventory[sources[0][1]]
         stack = tuple(n + 1 for n in sources[-1][0])
         specs[path] = LeafSpec((*stack, *tensor.shape), STORED_DTYPES[tensor.dtype])
     return specs
 
 
-def all_sources(config: ModelConfig) -> MappingProxyType[str, Sources]:
-    """Every leaf's sources, in tree order, stack positions ascending."""
-    return _all_sources(config, config.quantization is not None)
+def all_sources(config: ModelConfig, *, draft: bool = False) -> MappingProxyType[str, Sources]:
+    """Every leaf's sources, in tree order, stack positions ascending; with `draft` those of the draft model last."""
+    return _all_sources(config, config.quantization is not None, draft)
 
 
 @lru_cache(maxsize=4)  # 92,000 names for the released model: built once per config, not once per leaf
-def _all_sources(config: ModelConfig, quantized: bool) -> MappingProxyType[str, Sources]:
+def _all_sources(config: ModelConfig, quantized: bool, draft: bool) -> MappingProxyType[str, Sources]:
     tree = _Tree(quantized)
     for name in ("embed.weight", "head.weight", "norm.weight"):
         tree.single(name, name)
@@ -71,16 +75,7 @@ def _all_sources(config: ModelConfig, quantized: bool) -> MappingProxyType[str, 
     index_sources = [f"layers.{n}.attn." for n in config.index_source_layer_ids]
     engrams = [f"layers.{n}.engram." for n in config.engram_layer_ids]
 
-    for name in _BLOCK_PLAIN:
-        tree.stack(f"layers.{name}", layers, name)
-    for site in ("attn", "ffn"):
-        for name in ("fn", "base", "scale"):
-            tree.stack(f"layers.hc_{site}.{name}", layers, f"hc_{site}_{name}")
-    for name in _FP8:
-        tree.scaled_stack(f"layers.attn.{name}", layers, f"attn.{name}")
-    for name in ("w1", "w3", "w2"):
-        tree.scaled_stack(f"layers.ffn.shared_experts.{name}", layers, f"ffn.shared_experts.{name}")
-        tree.expert_stack(f"layers.ffn.experts.{name}", layers, config.n_routed_experts, name)
+    tree.blocks("layers", layers, config.n_routed_experts)
 
     for name in ("wkv", "norm"):
         tree.stack(f"compressors.{name}.weight", kv_sources, f"compressor.{name}.weight")
@@ -98,7 +93,20 @@ def _all_sources(config: ModelConfig, quantized: bool) -> MappingProxyType[str, 
     for ordinal, prefix in enumerate(engrams):  # row counts differ between layers: no stack
         for part in tree.parts:
             tree.single(f"engram_tables.{ordinal}.{part}", f"{prefix}embed.{part}")
+    if draft and config.num_nextn_predict_layers:
+        _add_draft(tree, config)
     return MappingProxyType(tree.leaves)
+
+
+def _add_draft(tree: _Tree, config: ModelConfig) -> None:
+    """What the stages share lies in the first stage's tensors, the ends of the network in the last one's."""
+    stages = [f"mtp.{n}." for n in range(config.num_nextn_predict_layers)]
+    tree.blocks("draft.stages", stages, config.dspark_n_routed_experts)
+    for part in tree.parts:
+        tree.single(f"draft.main_proj.{part}", f"{stages[0]}main_proj.{part}")
+    tree.single("draft.main_norm.weight", f"{stages[0]}main_norm.weight")
+    for name in ("norm", "markov_head.embed", "markov_head.head", "confidence_head.proj"):
+        tree.single(f"draft.{name}.weight", f"{stages[-1]}{name}.weight")
 
 
 class _Tree:
@@ -110,6 +118,19 @@ class _Tree:
 
     def single(self, path: str, name: str) -> None:
         self.leaves[path] = (((), name),)
+
+    def blocks(self, path: str, prefixes: list[str], experts: int) -> None:
+        """What every backbone layer and every draft stage has."""
+        for name in _BLOCK_PLAIN:
+            self.stack(f"{path}.{name}", prefixes, name)
+        for site in ("attn", "ffn"):
+            for name in ("fn", "base", "scale"):
+                self.stack(f"{path}.hc_{site}.{name}", prefixes, f"hc_{site}_{name}")
+        for name in _FP8:
+            self.scaled_stack(f"{path}.attn.{name}", prefixes, f"attn.{name}")
+        for name in ("w1", "w3", "w2"):
+            self.scaled_stack(f"{path}.ffn.shared_experts.{name}", prefixes, f"ffn.shared_experts.{name}")
+            self.expert_stack(f"{path}.ffn.experts.{name}", prefixes, experts, name)
 
     def stack(self, path: str, prefixes: list[str], suffix: str) -> None:
         if prefixes:

@@ -43,6 +43,13 @@ class Attention(nnx.Module):
         """x [T, D] -> the normed low-rank query [T, q_lora_rank], shared with the indexer."""
         return self.q_norm(self.wq_a(x, layer), layer)
 
+    def query(self, layer: Array | int, latent_query: Array, cos_sin: tuple[Array, Array]) -> Array:
+        """[T, q_lora_rank] -> rotated queries [T, H, head_dim] (numerics 6.1)."""
+        c = self.config
+        query = self.wq_b(latent_query, layer).reshape(-1, c.num_attention_heads, c.head_dim)
+        cos, sin = cos_sin
+        return rotate(query, (cos[:, None], sin[:, None]))
+
     def window_kv(self, layer: Array | int, x: Array, cos_sin: tuple[Array, Array]) -> Array:
         """x [T, D] -> rotated and cache-quantized window KV [T, head_dim] (numerics 6.2)."""
         kv = rotate(self.kv_norm(self.wkv(x, layer), layer), cos_sin)
@@ -64,10 +71,7 @@ class Attention(nnx.Module):
 
         plan: the layer's kind (static; any member of a run); layer: its number, traced inside a run.
         """
-        c = self.config
-        query = self.wq_b(latent_query, layer).reshape(-1, c.num_attention_heads, c.head_dim)
-        cos, sin = cos_sin
-        query = rotate(query, (cos[:, None], sin[:, None]))
+        query = self.query(layer, latent_query, cos_sin)
         kv = self.window_kv(layer, x, cos_sin)
         stored = compress_store.store_window(
             state.window, layer, kv, rows, layout, implementation=self.kernels.of("compress_store")
@@ -85,7 +89,7 @@ class Attention(nnx.Module):
             rows,
             layout,
             source=plan.kv_source,
-            scale=c.head_dim**-0.5,
+            scale=self.config.head_dim**-0.5,
             implementation=self.kernels.of("sparse_attention"),
         )
         return self.output(layer, out), state.replace(window=stored)

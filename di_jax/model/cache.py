@@ -25,7 +25,7 @@ class EngineState:
 
     compressed: Array  # [blocks, rows_per_block, record] compressed KV of every source
     index: Array  # [blocks, rows_per_block, record] index keys of every source
-    window: Array  # [layers, slots, window_ring, record] window KV, row = position mod window_ring
+    window: Array  # [layers + draft stages, slots, window_ring, record] window KV, row = position mod window_ring
     compressor: Array  # fp32 [pooled sources, slots, compressor_ring, 2, head_dim] (gate, latent) of open groups
     engram_history: Array  # int32 [slots, engram_history] compressed ids by position, -1 = dead
     last_token: Array  # int32 [slots] last sampled token
@@ -36,13 +36,18 @@ class EngineState:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Sizes and addresses of the caches of one engine."""
+    """Sizes and addresses of the caches of one engine.
+
+    draft_stages: window rings beyond those of the backbone's layers, for the draft's stages as if they were its
+    layers L, L+1, ...; 0 without speculation.
+    """
 
     config: ModelConfig
     formats: CacheFormats
     num_blocks: int
     num_slots: int
     block_size: int = 128
+    draft_stages: int = 0
 
     @cached_property
     def entries_per_block(self) -> tuple[int, ...]:
@@ -57,6 +62,11 @@ class CacheLayout:
     @property
     def rows_per_block(self) -> int:
         return sum(self.entries_per_block)
+
+    @property
+    def window_layers(self) -> int:
+        """Window rings of a slot: one per backbone layer, then one per draft stage."""
+        return self.config.num_hidden_layers + self.draft_stages
 
     def entry_row(self, source: int, block_table: Array, entry: Array) -> Array:
         """Row in the flattened pool [blocks * rows_per_block] of compressed entry `entry` [...] of `source`.
@@ -76,7 +86,7 @@ class CacheLayout:
             compressed=shape((*pages, f.compressed.record(c.head_dim)), f.compressed.dtype),
             index=shape((*pages, f.index.record(c.index_head_dim)), f.index.dtype),
             window=shape(
-                (c.num_hidden_layers, self.num_slots, c.window_ring, f.window.record(c.head_dim)), f.window.dtype
+                (self.window_layers, self.num_slots, c.window_ring, f.window.record(c.head_dim)), f.window.dtype
             ),
             compressor=shape(
                 (len(c.pooled_sources), self.num_slots, c.compressor_ring, 2, c.head_dim), jnp.dtype(jnp.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.config import ModelConfig
@@ -66,7 +66,8 @@ class Compressor(nnx.Module):
         latent = self.norm(latent, source)
         # Both the entry and its key rotate at the group's first token; the key uses the un-rotated latent.
         cos_sin = rotation(self.config, True, entry * ratio)
-        key = rotate(self.k_norm(self.wk(latent, source), source), cos_sin)
+        # Keys serve the choice of entries alone, which has no gradient: in training their own loss ends here.
+        key = rotate(self.k_norm(self.wk(lax.stop_gradient(latent), source), source), cos_sin)
         formats = layout.formats
 
         def store(pool: Array, record: Array) -> Array:

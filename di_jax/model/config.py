@@ -215,6 +215,22 @@ class ModelConfig:
         """Drafts per step, gamma."""
         return self.dspark_block_size
 
+    @cached_property
+    def draft_config(self) -> ModelConfig:
+        """The draft's stages as the layers of a model of their own: window-only, with the draft's experts."""
+        stages = self.num_nextn_predict_layers
+        return dataclasses.replace(
+            self,
+            num_hidden_layers=stages,
+            compress_ratios=(0,) * stages,
+            kv_source_layer_ids=(),
+            index_source_layer_ids=(),
+            engram_layer_ids=(),
+            engram_num_embeddings=(),
+            n_routed_experts=self.dspark_n_routed_experts,
+            num_experts_per_tok=self.dspark_num_experts_per_tok,
+        )
+
     @property
     def window_ring(self) -> int:
         """Rows of a window ring: window + gamma + 1, so that a rejected draft needs no undo (numerics 14)."""

@@ -11,7 +11,7 @@ from jax import Array
 from di_jax.model.config import ENGRAM_GATE_CLAMP, ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Linear, Numerics, parameter
-from di_jax.model.quantization import expand_rows
+from di_jax.model.quantization import expand_rows, fake_quantize_weight
 from di_jax.model.rows import Rows
 
 DEAD = -1  # a position inside an image span: it has no n-gram id
@@ -87,18 +87,27 @@ class NgramHash(nnx.Module):
 class EngramTable(nnx.Module):
     """One layer's memory [rows, head_dim], e4m3 with a ue8m0 scale per 32 channels (bf16 when unquantized)."""
 
-    def __init__(self, config: ModelConfig, rows: int) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int) -> None:
         axes = ("engram_rows", None)
+        self.numerics = numerics
+        self.storage = "rows" if config.quantization else "bf16"
         self.scale: nnx.Param | None
-        if config.quantization:
+        if numerics.master_weights:
+            self.weight = parameter((rows, config.engram_head_dim), jnp.float32, axes)
+            self.scale = None
+        elif config.quantization:
             self.weight = parameter((rows, config.engram_head_dim), jnp.float8_e4m3fn, axes)
             self.scale = parameter((rows, -(-config.engram_head_dim // 32)), jnp.uint8, axes)
         else:
             self.weight = parameter((rows, config.engram_head_dim), jnp.bfloat16, axes)
             self.scale = None
 
-    def __call__(self, row: Array, dtype: jnp.dtype) -> Array:
+    def __call__(self, row: Array) -> Array:
         """row int32 [T, columns] -> [T, columns * head_dim], exact: the stored bytes are wkv's operand as they are."""
+        dtype = self.numerics.dtype
+        if self.numerics.master_weights:
+            values = fake_quantize_weight(self.weight[...][row], self.storage)
+            return values.reshape(row.shape[0], -1).astype(dtype)
         scale = None if self.scale is None else self.scale[...][row]
         return expand_rows(self.weight[...][row], scale, dtype).reshape(row.shape[0], -1)
 

@@ -85,6 +85,8 @@ class MoE(nnx.Module):
         nowhere = jnp.where(valid[:, None], expert, self.config.n_routed_experts)
 
         def stored(linear: Linear) -> tuple[Array, Array | None]:
+            if self.numerics.master_weights:
+                return linear.expanded(layer)[None], None
             return linear.weight[...], None if linear.scale is None else linear.scale[...]
 
         routed = api.expert_ffn(
@@ -94,7 +96,7 @@ class MoE(nnx.Module):
             stored(self.experts.w1),
             stored(self.experts.w3),
             stored(self.experts.w2),
-            layer,
+            0 if self.numerics.master_weights else layer,
             limit=self.config.swiglu_limit,
             quantize=self.numerics.quantize_activations and self.experts.w1.quantized,
             implementation=self.implementation,

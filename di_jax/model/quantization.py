@@ -196,6 +196,23 @@ class Plain:
 
 
 @dataclasses.dataclass(frozen=True)
+class StraightThrough:
+    """Training: stores what `codec` would give back, as fp32; the gradient passes as if it were the identity."""
+
+    codec: Codec
+    dtype = jnp.dtype(jnp.float32)
+
+    def record(self, channels: int) -> int:
+        return channels
+
+    def encode(self, x: Array) -> Array:
+        return straight_through(x, fake_quantize(self.codec, x)).astype(jnp.float32)
+
+    def decode(self, record: Array) -> Array:
+        return record
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheFormats:
     """The codec of each cache; queries of the indexer pass through `index` as well."""
 
@@ -208,6 +225,10 @@ class CacheFormats:
         return cls(Fp8Block(), Fp4Micro(), Fp4Block())
 
     @classmethod
+    def straight_through(cls) -> CacheFormats:
+        return cls(StraightThrough(Fp8Block()), StraightThrough(Fp4Micro()), StraightThrough(Fp4Block()))
+
+    @classmethod
     def plain(cls, dtype: jnp.dtype) -> CacheFormats:
         return cls(Plain(dtype), Plain(dtype), Plain(dtype))
 
@@ -215,6 +236,30 @@ class CacheFormats:
 def fake_quantize(codec: Codec, x: Array) -> Array:
     """decode(encode(x)) in x's dtype; exact there, since a quantized value fits bf16 (numerics 2.2)."""
     return codec.decode(codec.encode(x)).astype(x.dtype)
+
+
+def straight_through(x: Array, quantized: Array) -> Array:
+    """`quantized` forwards, the gradient of `x` backwards."""
+    return x + lax.stop_gradient(quantized - x)
+
+
+def fake_quantize_weight(weight: Array, storage: str) -> Array:
+    """Training: the value [..., out, in] that the checkpoint format would store of an fp32 master weight.
+
+    storage: "fp8" (checkpoint 6.2), "fp4" (6.3), "rows" (fp8 in rows, 6.4) or "bf16". In dimensions that 32 divides.
+    """
+    if storage == "bf16":
+        stored = weight.astype(jnp.bfloat16).astype(jnp.float32)
+    elif storage == "fp4":
+        stored = fake_quantize(Fp4Block(), weight)
+    elif storage == "rows":
+        stored = fake_quantize(Fp8Block(), weight)
+    else:  # one scale for 32 x 32: bring each block into one row, of which it is then the only group
+        *stack, rows, columns = weight.shape
+        blocks = weight.reshape(*stack, rows // 32, 32, columns // 32, 32).swapaxes(-3, -2)
+        flat = blocks.reshape(*stack, rows // 32, columns // 32, 1024)
+        stored = fake_quantize(Fp8Block(1024), flat).reshape(blocks.shape).swapaxes(-3, -2).reshape(weight.shape)
+    return straight_through(weight, stored)
 
 
 def quantize_activation(x: Array) -> Array:

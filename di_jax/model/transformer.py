@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,10 @@ class Layers(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A vocabulary matrix [V, D], for look-up or, as the head, for logits."""
+    """A vocabulary matrix [V, features], for look-up or, as the head, for logits. features: by default hidden_size."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        shape = (config.vocab_size, config.hidden_size)
+    def __init__(self, config: ModelConfig, features: int | None = None) -> None:
+        shape = (config.vocab_size, features or config.hidden_size)
         self.weight = parameter(shape, jnp.bfloat16, ("vocabulary", None))
 
 
@@ -91,17 +92,30 @@ class Transformer(nnx.Module):
         self.indexers = Indexer(c, numerics, kernels) if c.index_source_layer_ids else None
         self.ngram_hash = NgramHash(c, tables) if c.engram_layer_ids else None
         self.engrams = Engram(c, numerics) if c.engram_layer_ids else None
-        self.engram_tables = nnx.List([EngramTable(c, rows) for rows in c.engram_num_embeddings])
+        self.engram_tables = nnx.List([EngramTable(c, numerics, rows) for rows in c.engram_num_embeddings])
+
+    @overload
+    def __call__(
+        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: Literal[False] = False
+    ) -> tuple[Array, EngineState, list[LayerTrace]]: ...
+
+    @overload
+    def __call__(
+        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: Literal[True]
+    ) -> tuple[Array, EngineState, list[LayerTrace], Array]: ...
 
     def __call__(
-        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False
-    ) -> tuple[Array, EngineState, list[LayerTrace]]:
+        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: bool = False
+    ) -> tuple[Array, EngineState, list[LayerTrace]] | tuple[Array, EngineState, list[LayerTrace], Array]:
         """Runs `rows` through all layers.
 
-        Returns the normed final hidden states [T, D], the state with every cache updated, and with `trace` one
-        LayerTrace for each run of layers (else an empty list).
+        Returns the normed final hidden states [T, D], the state with every cache updated, with `trace` one
+        LayerTrace for each run of layers (else an empty list), and with `taps` also what the draft reads
+        [T, tapped layers * D]: the mean of the streams that enter each of `dspark_target_layer_ids` (dspark 1.2).
         """
         c = self.config
+        tapped = c.dspark_target_layer_ids if taps else ()
+        means: dict[int, Array] = {}
         embedded = self.embed.weight[...][rows.token].astype(self.numerics.dtype)
         memory: list[Array] = []
         if self.ngram_hash is not None:
@@ -109,7 +123,7 @@ class Transformer(nnx.Module):
             table_rows = self.ngram_hash(look)
             state = state.replace(engram_history=history)
             # Look-ups depend on ids only: they are issued before layer 0 and consumed where the layer needs them.
-            memory = [t(table_rows[g], self.numerics.dtype) for g, t in enumerate(self.engram_tables)]
+            memory = [t(table_rows[g]) for g, t in enumerate(self.engram_tables)]
         carry = Carry(
             streams=jnp.repeat(embedded[:, None], c.hc_mult, axis=1),
             pre=jnp.zeros((rows.num_rows, c.hc_mult), jnp.float32).at[:, 0].set(1.0),
@@ -120,18 +134,30 @@ class Transformer(nnx.Module):
         cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
         traces: list[LayerTrace] = []
         for run in c.layer_runs:
+            wanted = [plan.layer for plan in run if plan.layer in tapped]
             if len(run) == 1:
                 plan = run[0]
+                means.update((layer, self.tap(carry.streams)) for layer in wanted)
                 carry, record = self.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
                 records = jax.tree.map(lambda a: a[None], record) if trace else None
             else:
-                carry, records = self._scan(run, carry, rows, cos_sin, layout, trace)
+                carry, records, entering = self._scan(run, carry, rows, cos_sin, layout, trace, bool(wanted))
+                if entering is not None:
+                    means.update((layer, entering[layer - run[0].layer]) for layer in wanted)
             if records is not None:
                 traces.append(records)
         hidden = hyper_connections.collapse(
             carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
         )
-        return self.norm(hidden), carry.state, traces
+        result = self.norm(hidden), carry.state, traces
+        if not taps:
+            return result
+        return *result, jnp.concatenate([means[layer] for layer in tapped], axis=-1)
+
+    def tap(self, streams: Array) -> Array:
+        """Mean over the streams [T, hc, D] -> [T, D]: an fp32 sum, rounded once."""
+        mean = jnp.sum(streams.astype(jnp.float32), axis=1) * (1 / self.config.hc_mult)
+        return mean.astype(self.numerics.dtype)
 
     def _scan(
         self,
@@ -141,15 +167,18 @@ class Transformer(nnx.Module):
         cos_sin: dict[bool, tuple[Array, Array]],
         layout: CacheLayout,
         trace: bool,
-    ) -> tuple[Carry, LayerTrace | None]:
-        """A run of layers of one kind: the program holds their body once."""
+        taps: bool,
+    ) -> tuple[Carry, LayerTrace | None, Array | None]:
+        """A run of layers of one kind: the program holds their body once. With `taps`, also those of its layers."""
 
-        def body(carry: Carry, layer: Array) -> tuple[Carry, LayerTrace | None]:
+        def body(carry: Carry, layer: Array) -> tuple[Carry, tuple[LayerTrace | None, Array | None]]:
+            entering = self.tap(carry.streams) if taps else None
             carry, record = self.layer(run[0], layer, carry, rows, cos_sin, layout, [])
-            return carry, record if trace else None
+            return carry, (record if trace else None, entering)
 
         numbers = jnp.arange(run[0].layer, run[-1].layer + 1, dtype=jnp.int32)
-        return lax.scan(body, carry, numbers)
+        carry, (records, entering) = lax.scan(body, carry, numbers)
+        return carry, records, entering
 
     def layer(
         self,
@@ -175,8 +204,7 @@ class Transformer(nnx.Module):
             assert self.compressors is not None
             state = self.compressors(plan.kv_source, self.gates, x, rows, state, layout)
         if plan.owns_index:
-            assert self.indexers is not None
-            selected, made = self.indexers(plan, x, latent_query, angles, rows, state, layout, candidates)
+            selected, made = self.select(plan, x, latent_query, angles, rows, state, layout, candidates)
             candidates = made if plan.is_candidate_source else candidates
         y, state = w.attn(plan, layer, x, latent_query, selected if plan.ratio else None, angles, rows, state, layout)
         streams = w.hc_attn.expand(y, streams, post, comb)
@@ -185,6 +213,21 @@ class Transformer(nnx.Module):
         streams = w.hc_ffn.expand(y, streams, post, comb)
         record = LayerTrace(streams, experts, selected if plan.owns_index else None)
         return Carry(streams, next_pre, state, selected, candidates), record
+
+    def select(
+        self,
+        plan: LayerPlan,
+        x: Array,
+        latent_query: Array,
+        cos_sin: tuple[Array, Array],
+        rows: Rows,
+        state: EngineState,
+        layout: CacheLayout,
+        candidates: Array | None,
+    ) -> tuple[Array, Array | None]:
+        """The entries that the layers of an index source attend to, and candidate blocks; see `Indexer`."""
+        assert self.indexers is not None
+        return self.indexers(plan, x, latent_query, cos_sin, rows, state, layout, candidates)
 
     def logits(self, hidden: Array) -> Array:
         """[N, D] -> fp32 logits [N, V] (numerics 15.2)."""
@@ -201,9 +244,23 @@ def abstract_model(config: ModelConfig, numerics: Numerics, kernels: KernelChoic
     return nnx.eval_shape(lambda: Transformer(config, numerics, kernels))
 
 
-def parameter_paths(model: Transformer) -> dict[str, nnx.Param]:
+def parameter_paths(model: nnx.Module) -> dict[str, nnx.Param]:
     """Dotted path -> parameter, the names that `checkpoint.mapping` uses."""
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def fill(model: nnx.Module, leaves: Mapping[str, Array]) -> nnx.State:
+    """The parameters of an abstract model, loaded; leaves by dotted path. Raises ValueError as `assemble` does."""
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    if flat.keys() != leaves.keys():
+        raise ValueError(f"weights do not match the model: {sorted(flat.keys() ^ leaves.keys())}")
+    loaded = {}
+    for name, (path, leaf) in flat.items():
+        array, spec = leaves[name], leaf.get_value()
+        if array.shape != spec.shape or array.dtype != spec.dtype:
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype}{list(spec.shape)}")
+        loaded[path] = leaf.replace(array)
+    return nnx.from_flat_state(loaded)
 
 
 def assemble(
@@ -215,16 +272,7 @@ def assemble(
 ) -> Transformer:
     """The model around loaded weights. Raises ValueError when a leaf is missing, unknown or of another shape."""
     model = abstract_model(config, numerics, kernels)
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    if flat.keys() != leaves.keys():
-        raise ValueError(f"weights do not match the model: {sorted(flat.keys() ^ leaves.keys())}")
-    loaded = {}
-    for name, (path, leaf) in flat.items():
-        array, spec = leaves[name], leaf.get_value()
-        if array.shape != spec.shape or array.dtype != spec.dtype:
-            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {spec.dtype}{list(spec.shape)}")
-        loaded[path] = leaf.replace(array)
-    state = nnx.from_flat_state(loaded)
+    state = fill(model, leaves)
     hashes = nnx.state(NgramHash(config, tables), HashTable) if config.engram_layer_ids else None
     if hashes is not None:
         state = nnx.merge_state(state, nnx.State({"ngram_hash": hashes}))

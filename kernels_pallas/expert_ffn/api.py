@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from kernels_pallas.choice import choose
-from kernels_pallas.expert_ffn import reference
+from kernels_pallas.expert_ffn import dense, reference
 from kernels_pallas.expert_ffn.reference import Stored
 
 
@@ -28,5 +28,5 @@ def expert_ffn(
     w1, w3 [L, E, width, D] and w2 [L, E, D, width] with their scales, in the stored format, read at `layer`.
     Bytes: the packed weights of the experts that have rows; flops: 6 * D * width per routed row.
     """
-    run = choose("expert_ffn", implementation, {"reference": reference.expert_ffn})
+    run = choose("expert_ffn", implementation, {"reference": reference.expert_ffn, "dense": dense.expert_ffn})
     return run(x, expert, weight, w1, w3, w2, layer, limit=limit, quantize=quantize)

@@ -36,9 +36,29 @@ def test_each_backbone_tensor_is_in_one_leaf(golden: Path, name: str, quantized:
     assert len(specs) == (55 if quantized else 40)  # a step takes tens of arguments, not thousands
 
 
+@pytest.mark.parametrize("name", ["tiny-v41-fp8", "config_real.json"])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_each_draft_tensor_is_in_one_leaf_when_asked_for(golden: Path, name: str, quantized: bool) -> None:
+    config = ModelConfig.from_file(golden / name)
+    if not quantized:
+        config = dataclasses.replace(config, quantization=None)
+    inventory = expected_inventory(config)
+    plain, both = all_sources(config), all_sources(config, draft=True)
+    assert dict(itertools.islice(both.items(), len(plain))) == dict(plain)  # the backbone's leaves stay as they are
+    draft = {path: sources for path, sources in both.items() if path not in plain}
+    used = [tensor for sources in draft.values() for _, tensor in sources]
+    assert all(path.startswith("draft.") for path in draft)
+    assert len(used) == len(set(used))
+    assert set(used) == {tensor for tensor in inventory if tensor.startswith("mtp.")}
+    specs = leaf_specs(config, draft=True)
+    assert sum(specs[path].nbytes for path in draft) == sum(inventory[tensor].nbytes for tensor in used)
+    assert len(draft) == (43 if quantized else 31)
+    assert {path: specs[path] for path in plain} == leaf_specs(config)
+
+
 def test_stacks_are_full_boxes(config: ModelConfig) -> None:
     inventory = expected_inventory(config)
-    for path, spec in leaf_specs(config).items():
+    for path, spec in leaf_specs(config, draft=True).items():
         sources = leaf_sources(config, path)
         axes = len(sources[0][0])
         positions = [position for position, _ in sources]
@@ -84,6 +104,30 @@ def test_sources_follow_the_owning_layers(config: ModelConfig) -> None:
         f"layers.{n}.attn.indexer.wq_b.scale" for n in (2, 4, 6, 8)
     ]
     assert leaf_sources(config, "engram_tables.1.scale") == [((), "layers.4.engram.embed.scale")]
+
+
+def test_draft_leaves(config: ModelConfig) -> None:
+    """Two stages of eight experts; what they share is in the first, the ends of the network are in the last."""
+    specs = leaf_specs(config, draft=True)
+    for path, (shape, dtype) in {
+        "draft.stages.attn.wq_a.weight": ((2, 64, 128), jnp.float8_e4m3fn),
+        "draft.stages.ffn.experts.w1.weight": ((2, 8, 32, 64), jnp.uint8),
+        "draft.main_proj.weight": ((128, 384), jnp.float8_e4m3fn),
+        "draft.main_proj.scale": ((4, 12), jnp.uint8),
+        "draft.markov_head.embed.weight": ((512, 32), jnp.bfloat16),
+        "draft.confidence_head.proj.weight": ((1, 160), jnp.bfloat16),
+    }.items():
+        assert specs[path] == (shape, np.dtype(dtype))
+    assert leaf_sources(config, "draft.stages.hc_ffn.fn")[1] == ((1,), "mtp.1.hc_ffn_fn")
+    assert leaf_sources(config, "draft.stages.ffn.experts.w2.scale")[9] == ((1, 1), "mtp.1.ffn.experts.1.w2.scale")
+    assert leaf_sources(config, "draft.main_norm.weight") == [((), "mtp.0.main_norm.weight")]
+    assert leaf_sources(config, "draft.markov_head.head.weight") == [((), "mtp.1.markov_head.head.weight")]
+    assert leaf_sources(config, "draft.norm.weight") == [((), "mtp.1.norm.weight")]
+
+
+def test_a_model_without_a_draft_has_no_draft_leaves(config: ModelConfig) -> None:
+    bare = dataclasses.replace(config, num_nextn_predict_layers=0)
+    assert leaf_specs(bare, draft=True) == leaf_specs(bare)
 
 
 def test_unquantized_has_no_scales(config: ModelConfig) -> None:

@@ -1,0 +1,1 @@
+"""Evaluation: items with known answers, judges, and scores. Host code only; generation is the engine's."""

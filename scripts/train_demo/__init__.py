@@ -1,0 +1,1 @@
+"""Data, tokenizer, training and export of the bundled demo model."""

@@ -1,0 +1,226 @@
+"""Batches for training, from a folder that `scripts.train_demo.prepare` made.
+
+Needs that folder, numpy and tokenizers. A batch is a pure function of (seed, step), so training resumes at any step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from scripts.train_demo.tasks import ANSWER, DISTANCES, IGNORE, PROMPT, RAW_TASKS, TEXT, Example, Packed, Tasks
+from scripts.train_demo.tokenizer import EOS_ID, PAD_ID
+
+POOLS = {"json": 30_000, "chat": 30_000, "tool": 4_000}  # examples made once; the other tasks are made as needed
+# Shares of the tokens. A recall row is English text for the most part and counts here as recall.
+FRACTIONS: Mapping[str, float] = {
+    "english": 0.28,
+    "python": 0.07,
+    "recall": 0.25,
+    "copy": 0.04,
+    "reverse": 0.05,
+    "sort": 0.05,
+    "calc": 0.09,
+    "fact": 0.05,
+    "json": 0.04,
+    "chat": 0.05,
+    "tool": 0.03,
+}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What batches are made of.
+
+    fractions: shares of the tokens by source (they are normalised). max_distance: of recall questions, in tokens; a row
+    bounds it too. span: longest piece of running text. weights: of the loss, by token class (text, prompt, answer).
+    """
+
+    fractions: Mapping[str, float] = field(default_factory=lambda: dict(FRACTIONS))
+    max_distance: int = max(DISTANCES)
+    span: int = 1024
+    text_weight: float = 1.0
+    prompt_weight: float = 0.05
+    answer_weight: float = 2.0
+
+    def table(self) -> np.ndarray:
+        """float32 [4]: loss weight of each token class."""
+        table = np.zeros(4, np.float32)
+        table[[TEXT, PROMPT, ANSWER, IGNORE]] = self.text_weight, self.prompt_weight, self.answer_weight, 0.0
+        return table
+
+
+class Data:
+    """A prepared folder, read once. Token arrays are uint16; documents and examples end with the end token."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "manifest.json").is_file():
+            raise FileNotFoundError(
+                f"{folder}: not prepared; run python -m scripts.train_demo.prepare --folder {folder}"
+            )
+        self.folder = folder
+        self.tasks = Tasks(Tokenizer.from_file(str(folder / "tokenizer.json")))
+        self.text = {name: np.load(folder / f"{name}_train.npy") for name in ("english", "python")}
+        self.heads = {name: np.flatnonzero(text[:-1] == EOS_ID) + 1 for name, text in self.text.items()}
+        self.pools = {name: load_pool(folder / f"pool_{name}.npz") for name in POOLS}
+
+    def held_out(self, name: str = "english") -> np.ndarray:
+        """uint16 [N]: the held-out documents of `english` or `python`, each with its end token."""
+        return np.load(self.folder / f"{name}_eval.npy")
+
+    def items(self, task: str) -> list[dict[str, Any]]:
+        """Held-out examples of a task as `di_jax.evaluation.tasks.load_items` reads them (as plain records)."""
+        lines = (self.folder / "eval" / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+class Batches:
+    """An endless iterator of dict(tokens int32 [batch, length + 1], weights float32 [batch, length]).
+
+    weights[b, t] is the loss weight of predicting tokens[b, t + 1]. Every row begins with the beginning of an example
+    or a text; its last one is cut. mix: fixed, or a function of the step (a curriculum). start: the step of the first
+    batch. `at(step)` gives any one.
+    """
+
+    def __init__(
+        self,
+        data: Data | Path,
+        seed: int,
+        batch: int,
+        length: int,
+        mix: Mix | Callable[[int], Mix] | None = None,
+        *,
+        start: int = 0,
+    ) -> None:
+        self.data = data if isinstance(data, Data) else Data(Path(data))
+        self.seed, self.batch, self.length, self.start = seed, batch, length, start
+        self.mix = Mix() if mix is None else mix
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self.at(step) for step in itertools.count(self.start))
+
+    def at(self, step: int) -> dict[str, np.ndarray]:
+        mix = self.mix(step) if callable(self.mix) else self.mix
+        rng = np.random.default_rng([self.seed, step])
+        width = self.length + 1
+        shares = {name: share / sum(mix.fractions.values()) for name, share in mix.fractions.items() if share > 0}
+        # Whole rows of recall; the fraction of a row is drawn, so that the share is right on average.
+        recalls = int(self.batch * shares.pop("recall", 0.0) + rng.random())
+        if not shares:
+            recalls = self.batch
+        rows = [self._recall(rng, width, mix) for _ in range(recalls)]
+        if recalls < self.batch:
+            rows += self._fill(rng, self.batch - recalls, width, shares, mix)
+        order = rng.permutation(self.batch)
+        tokens = np.stack([rows[i][0] for i in order]).astype(np.int32)
+        classes = np.stack([rows[i][1] for i in order])
+        return {"tokens": tokens, "weights": mix.table()[classes[:, 1:]]}
+
+    def _recall(self, rng: np.random.Generator, width: int, mix: Mix) -> tuple[np.ndarray, np.ndarray]:
+        source = "python" if rng.random() < 0.15 else "english"
+        row = self.data.tasks.recall_row(rng, width, mix.max_distance, self.data.text[source])
+        return row.tokens, row.classes
+
+    def _fill(
+        self, rng: np.random.Generator, rows: int, width: int, shares: Mapping[str, float], mix: Mix
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        total = rows * width / sum(shares.values())
+        parts = [self._source(rng, name, share * total, width, mix) for name, share in shares.items()]
+        joined = Packed.join(parts)
+        joined = joined.select(rng.permutation(len(joined)))
+        filled, first = [], 0
+        for _ in range(rows):
+            if joined.starts[-1] - joined.starts[first] < width:
+                first = 0  # what was made falls short when rows cut off long ends: use it again
+            begin = joined.starts[first]
+            filled.append((joined.tokens[begin : begin + width], joined.classes[begin : begin + width]))
+            first = int(np.searchsorted(joined.starts, begin + width))
+        return filled
+
+    def _source(self, rng: np.random.Generator, name: str, wanted: float, width: int, mix: Mix) -> Packed:
+        """Examples of one source, `wanted` tokens and some more."""
+        if name in self.data.text:
+            return self._spans(rng, name, wanted, min(mix.span, width))
+        if name in self.data.pools:
+            pool = self.data.pools[name]
+            count = int(wanted / pool.lengths.mean() + rng.random()) + 1
+            return pool.select(rng.integers(0, len(pool), count))
+        if name not in RAW_TASKS:
+            raise ValueError(f"mix: unknown source {name!r}; sources are {', '.join(FRACTIONS)}")
+        probe = self.data.tasks.packed(name, rng, 16)
+        count = int(wanted / probe.lengths.mean() + rng.random()) + 1
+        return self.data.tasks.packed(name, rng, count)
+
+    def _spans(self, rng: np.random.Generator, name: str, wanted: float, longest: int) -> Packed:
+        """Pieces of running text, a quarter of them from a document's beginning on."""
+        text, heads = self.data.text[name], self.data.heads[name]
+        shortest = max(2, longest // 4)
+        count = int(wanted / ((shortest + longest) / 2) + rng.random()) + 1
+        lengths = rng.integers(shortest, longest + 1, count)
+        begins = np.where(
+            rng.random(count) < 0.25, rng.choice(heads, count), (rng.random(count) * len(text)).astype(np.int64)
+        )
+        begins = np.minimum(begins, len(text) - longest)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        at = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)
+        tokens, classes = text[at], np.full(starts[-1], TEXT, np.uint8)
+        # A piece ends where it was cut, which nothing foretells; so does the beginning of the next.
+        tokens[starts[1:] - 1], classes[starts[1:] - 1] = EOS_ID, IGNORE
+        classes[starts[:-1]] = PROMPT
+        return Packed(tokens, classes, starts)
+
+
+def teacher_forced(items: Sequence[Mapping[str, Any]], length: int) -> dict[str, np.ndarray]:
+    """Held-out items for a forward pass: dict(tokens int32 [N, length + 1], weights float32 [N, length]).
+
+    weights is 1 where an answer token is predicted. When the likeliest token is right at all of them, greedy decoding
+    gives this answer exactly. Raises ValueError for an item longer than `length` + 1.
+    """
+    tokens = np.full((len(items), length + 1), PAD_ID, np.int32)
+    weights = np.zeros((len(items), length), np.float32)
+    for row, item in enumerate(items):
+        ids = [*item["prompt_token_ids"], *item["answer_token_ids"]]
+        if len(ids) > length + 1:
+            raise ValueError(f"item {item['id']}: {len(ids)} tokens, the rows hold {length + 1}")
+        tokens[row, : len(ids)] = ids
+        weights[row, len(item["prompt_token_ids"]) - 1 : len(ids) - 1] = 1.0
+    return {"tokens": tokens, "weights": weights}
+
+
+def text_rows(tokens: np.ndarray, length: int, context: int) -> dict[str, np.ndarray]:
+    """A text cut into rows that overlap by `context` tokens, every token but the first predicted once.
+
+    tokens: [N]. Returns dict(tokens int32 [R, length + 1], weights float32 [R, length]); weights is 1 where a token
+    is to be counted; perplexity is exp(sum(weights * loss) / sum(weights)).
+    """
+    step = length - context
+    if step < 1:
+        raise ValueError(f"text_rows: context {context} leaves nothing of length {length}")
+    begins = range(0, max(1, len(tokens) - 1 - context), step)
+    rows = np.full((len(begins), length + 1), PAD_ID, np.int32)
+    weights = np.zeros((len(begins), length), np.float32)
+    for row, begin in enumerate(begins):
+        piece = tokens[begin : begin + length + 1]
+        rows[row, : len(piece)] = piece
+        weights[row, (context if row else 0) : len(piece) - 1] = 1.0
+    return {"tokens": rows, "weights": weights}
+
+
+def save_pool(path: Path, examples: Sequence[Example]) -> None:
+    lengths = np.array([[len(e.prompt_ids), len(e.answer_ids)] for e in examples], np.uint16)
+    np.savez(path, tokens=Packed.of(examples).tokens, lengths=lengths)
+
+
+def load_pool(path: Path) -> Packed:
+    with np.load(path) as stored:
+        tokens, lengths = stored["tokens"], stored["lengths"].astype(np.int64)
+    kinds = np.tile(np.array([PROMPT, ANSWER], np.uint8), len(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
+    return Packed(tokens, np.repeat(kinds, lengths.reshape(-1)), starts)

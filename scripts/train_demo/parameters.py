@@ -1,0 +1,162 @@
+"""Master weights of the demo model: how they start, how they travel between machines, how they become a checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from di_jax.checkpoint.mapping import leaf_sources
+from di_jax.model.config import ModelConfig
+from di_jax.model.engram import HashTable, NgramHash
+from di_jax.model.engram_tables import EngramTables
+from di_jax.model.linear import Numerics
+from di_jax.model.transformer import Transformer, parameter_paths
+from kernels_pallas.choice import KernelChoice
+from kernels_pallas.sparse_attention.masked import ALL_REACHABLE
+
+Params = dict[str, Array]
+PART_BYTES = 15 * 2**20  # of one file that travels
+
+TRAINING_KERNELS = KernelChoice(overrides=(("expert_ffn", "dense"), ("sparse_attention", "masked")))
+SELECTED = "selected"  # kept from the forward pass: choosing again costs a sort of every score
+
+
+class Dense(nnx.Variable):
+    """Whether attention is dense: the indexer's warm-up."""
+
+
+class TrainingTransformer(Transformer):
+    """The model with a switch, inside one program, between dense and sparse attention."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+        super().__init__(config, numerics, TRAINING_KERNELS)
+        self.dense = Dense(jnp.zeros((), bool))
+
+    def select(self, *args: Any) -> tuple[Array, Array | None]:
+        selected, candidates = super().select(*args)
+        selected = jnp.where(self.dense[...], ALL_REACHABLE, selected)
+        return checkpoint_name(selected, SELECTED), candidates
+
+
+def builder(
+    config: ModelConfig, numerics: Numerics, tables: EngramTables
+) -> tuple[Callable[[Mapping[str, Array], Array], TrainingTransformer], dict[str, tuple[int, ...]]]:
+    """(function from parameters by dotted path and the dense switch to the model, shapes by path)."""
+    model = nnx.eval_shape(lambda: TrainingTransformer(config, numerics))
+    graph = nnx.graphdef(model)
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    hashes = nnx.state(NgramHash(config, tables), HashTable)
+
+    def build(params: Mapping[str, Array], dense: Array) -> TrainingTransformer:
+        loaded = nnx.from_flat_state({path: leaf.replace(params[name]) for name, (path, leaf) in flat.items()})
+        return nnx.merge(graph, nnx.merge_state(loaded, nnx.State({"ngram_hash": hashes, "dense": Dense(dense)})))
+
+    return build, {name: leaf.get_value().shape for name, leaf in parameter_paths(model).items()}
+
+
+def initial(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int) -> Params:
+    """fp32 parameters; every leaf's randomness comes from the seed and its path."""
+    return {path: jnp.asarray(_leaf(config, path, shape, seed)) for path, shape in shapes.items()}
+
+
+def _leaf(config: ModelConfig, path: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, zlib.crc32(path.encode())])
+    hc = config.hc_mult
+    name = path.removesuffix(".weight").rsplit(".", 1)[-1]
+
+    def normal(std: float) -> np.ndarray:
+        return (rng.standard_normal(shape) * std).astype(np.float32)
+
+    if "hc_" in path:
+        if name == "fn":
+            return normal(0.02)
+        if name == "scale":
+            return np.full(shape, 0.5, np.float32)
+        # Streams start nearly separate, read in turn and all written: the layer's part of a plain residual stream.
+        base = np.zeros(shape, np.float32)
+        for layer in range(shape[0]):
+            base[layer, :hc] = np.where(np.arange(hc) == layer % hc, 1.0, -1.5)
+            base[layer, 2 * hc :] = 4.0 * np.eye(hc, dtype=np.float32).reshape(-1)
+        return base
+    if name.endswith("norm") or name in ("q_weight", "k_weight"):
+        return np.ones(shape, np.float32)
+    if name in ("attn_sink", "bias", "bias_vl"):
+        return np.zeros(shape, np.float32)
+    if path == "layers.ffn.gate.weight":  # small: the bias can balance experts whose inputs still look alike
+        return normal(0.2 * config.hidden_size**-0.5)
+    if path.startswith("engram_tables") or path == "embed.weight":
+        return normal(0.5)
+    if path == "head.weight":
+        return normal(config.hidden_size**-0.5)
+    residual = (2 * config.num_hidden_layers) ** -0.5 if name in ("wo_b", "w2") else 1.0
+    return normal(residual * shape[-1] ** -0.5)
+
+
+def tensors(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """(checkpoint tensor name, fp32 values) of every parameter, for `checkpoint.writer.write_checkpoint`."""
+    for path, values in params.items():
+        for index, name in leaf_sources(config, path):
+            yield name, np.asarray(values[index], np.float32)
+
+
+def save_parts(folder: Path, params: Mapping[str, Array], prefix: str) -> list[Path]:
+    """Weights only, in files of at most 15 MiB: e4m3 with a scale per 32 channels for experts and tables, else bf16."""
+    arrays: dict[str, np.ndarray] = {}
+    for path, value in params.items():
+        host = np.asarray(jax.device_get(value), np.float32)
+        if ".experts." in path or path.startswith("engram_tables"):
+            groups = host.reshape(-1, 32)
+            scale = np.maximum(np.abs(groups).max(axis=1, keepdims=True), 1e-12) / 448
+            arrays[f"{path}|e4m3|{','.join(map(str, host.shape))}"] = np.concatenate(
+                [
+                    (groups / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+                    scale.astype(np.float32).view(np.uint8).reshape(-1, 4),
+                ],
+                axis=1,
+            )
+        else:
+            arrays[f"{path}|bf16|{','.join(map(str, host.shape))}"] = host.astype(ml_dtypes.bfloat16).view(np.uint16)
+    parts: list[dict[str, np.ndarray]] = [{}]
+    for key, array in arrays.items():
+        rows = max(1, PART_BYTES // max(1, array[:1].nbytes)) if array.ndim else 1
+        pieces = [array] if array.nbytes <= PART_BYTES else np.array_split(array, -(-len(array) // rows))
+        for i, piece in enumerate(pieces):
+            if sum(a.nbytes for a in parts[-1].values()) + piece.nbytes > PART_BYTES:
+                parts.append({})
+            parts[-1][f"{key}|{i}"] = piece
+    files = []
+    for i, part in enumerate(parts):
+        files.append(folder / f"{prefix}-{i}.npz")
+        np.savez(files[-1], **part)  # type: ignore[arg-type]
+    return files
+
+
+def load_parts(files: list[Path]) -> dict[str, np.ndarray]:
+    """fp32 parameters of `save_parts`."""
+    pieces: dict[str, dict[int, np.ndarray]] = {}
+    for file in files:
+        with np.load(file) as data:
+            for key in data.files:
+                stem, i = key.rsplit("|", 1)
+                pieces.setdefault(stem, {})[int(i)] = data[key]
+    params = {}
+    for stem, found in pieces.items():
+        path, kind, shape_text = stem.split("|")
+        shape = tuple(int(n) for n in shape_text.split(",") if n)
+        array = np.concatenate([found[i] for i in sorted(found)]) if len(found) > 1 else found[0]
+        if kind == "e4m3":
+            values = array[:, :32].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            params[path] = (values * array[:, 32:].copy().view(np.float32)).reshape(shape)
+        else:
+            params[path] = array.view(ml_dtypes.bfloat16).astype(np.float32).reshape(shape)
+    return params
