@@ -32,5 +32,6 @@ def sparse_attention(
     compressed KV, read at KV source `source`; selected int32 [T, k] entries, -1 = none, or None for a window-only
     layer; sink fp32 [H]; cos_sin of the rows' positions. Bytes per row: 528 * window + 288 * k, the floor of decode.
     """
-    run = choose("sparse_attention", implementation, {"reference": reference.sparse_attention, "masked": masked.sparse_attention})
+    available = {"reference": reference.sparse_attention, "masked": masked.sparse_attention}
+    run = choose("sparse_attention", implementation, available)
     return run(query, step_kv, ring, pool, selected, sink, cos_sin, rows, layout, source=source, scale=scale)

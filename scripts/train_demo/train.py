@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def optimizer(peak: float) -> optax.GradientTransformation:
 
 def make_step(
     config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation, peak: float
-) -> Callable[..., tuple[Params, Any, dict[str, Array]]]:
+) -> Any:
     """The jitted training step of a stage: (params, optimizer state, tokens [B, T+1], weights [B, T], progress)."""
     build, _ = builder(config, Numerics.training("bfloat16"), tables)
 
@@ -98,9 +99,7 @@ def make_step(
         return ce + INDEX_WEIGHT * jnp.mean(out.index_loss), report
 
     def step(params: Params, state: Any, tokens: Array, weights: Array, progress: Array) -> Any:
-        (_, report), grads = jax.value_and_grad(loss, has_aux=True)(
-            params, tokens, weights, progress < DENSE_UNTIL
-        )
+        (_, report), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, weights, progress < DENSE_UNTIL)
         state.hyperparams["learning_rate"] = learning_rate(progress, peak)
         updates, state = opt.update(grads, state, params)
         updated = optax.apply_updates(params, updates)
@@ -112,6 +111,26 @@ def make_step(
         return updated, state, report
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def compiled_step(
+    config: ModelConfig,
+    tables: EngramTables,
+    stage: Stage,
+    opt: optax.GradientTransformation,
+    peak: float,
+    params: Params,
+    state: Any,
+) -> Callable[..., Any]:
+    """The executable of a stage's step."""
+    began = time.monotonic()
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), (params, state))
+    tokens = jax.ShapeDtypeStruct((stage.batch, stage.length + 1), jnp.int32)
+    weights = jax.ShapeDtypeStruct((stage.batch, stage.length), jnp.float32)
+    progress = jax.ShapeDtypeStruct((), jnp.float32)
+    executable = make_step(config, tables, stage, opt, peak).lower(*abstract, tokens, weights, progress).compile()
+    print(f"{stage}: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return executable
 
 
 def prefetch(batches: Iterator[Any], depth: int = 4) -> Iterator[Any]:
@@ -141,7 +160,7 @@ def prefetch(batches: Iterator[Any], depth: int = 4) -> Iterator[Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="train the demo model, one stretch")
-    parser.add_argument("--data", type=Path, required=True, help="what scripts.train_demo.dataset prepared")
+    parser.add_argument("--data", type=Path, required=True, help="what scripts.train_demo.prepare made")
     parser.add_argument("--state", type=Path, required=True, help="checkpoint of the last stretch, with the optimizer")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, log and loss curve")
     parser.add_argument("--weights", type=Path, nargs="*", default=[], help="weight files to start from")
@@ -171,16 +190,22 @@ def main(arguments: list[str] | None = None) -> int:
         clock = {"step": int(clock["step"]), "trained_s": float(clock["trained_s"])}
     log_file = args.out / "log.jsonl"
     total = args.total_minutes * 60
-    deadline = began + args.minutes * 60 - 45  # the rest is for saving
+    deadline = began + args.minutes * 60 - 30  # the rest is for saving
     with (
         log_file.open("a", encoding="utf-8") as log,
         tqdm(total=round(total), initial=round(clock["trained_s"]), unit="s", disable=None, file=sys.stderr) as bar,
     ):
-        for index, stage in enumerate(STAGES):
-            end = STAGES[index + 1].begin if index + 1 < len(STAGES) else 1.0
-            if clock["trained_s"] >= end * total or time.monotonic() > deadline:
-                continue
-            step = make_step(config, tables, stage, opt, args.peak)
+        ends = [stage.begin for stage in STAGES[1:]] + [1.0]
+        todo = [(stage, end) for stage, end in zip(STAGES, ends, strict=True) if clock["trained_s"] < end * total]
+        # Later stages compile while the first one trains.
+        compiler = ThreadPoolExecutor(len(STAGES))
+        steps = [
+            compiler.submit(compiled_step, config, tables, stage, opt, args.peak, params, state) for stage, _ in todo
+        ]
+        for (stage, end), future in zip(todo, steps, strict=True):
+            if time.monotonic() > deadline:
+                break
+            step = future.result()
             batches = Batches(args.data, args.seed, stage.batch, stage.length, start=clock["step"])
             params, state = run_stage(
                 step, stage, prefetch(iter(batches)), params, state, clock, end * total, total, deadline, log, bar
@@ -207,7 +232,7 @@ def run_stage(
     log: Any,
     bar: tqdm,
 ) -> tuple[Params, Any]:
-    """Steps of one stage until its share of the schedule or the stretch's time is used up; compilation is not counted."""
+    """Steps of one stage until its share of the schedule or the stretch's time is used up, compilation not counted."""
     pending: list[tuple[int, dict[str, Array]]] = []
     last: float | None = None
     for tokens, weights in batches:
