@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from di_jax.checkpoint.mapping import leaf_sources
+from di_jax.checkpoint.loader import load_leaves
+from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.model.config import ModelConfig
+from di_jax.model.dspark import LEAF_PREFIX
 from di_jax.model.engram import HashTable, NgramHash
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
+from di_jax.model.quantization import expand_rows, expand_weight
 from di_jax.model.transformer import Transformer, parameter_paths
 from kernels_pallas.choice import KernelChoice
 from kernels_pallas.sparse_attention.masked import ALL_REACHABLE
@@ -102,13 +105,6 @@ def _leaf(config: ModelConfig, path: str, shape: tuple[int, ...], seed: int) -> 
     return normal(residual * shape[-1] ** -0.5)
 
 
-def tensors(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """(checkpoint tensor name, fp32 values) of every parameter, for `checkpoint.writer.write_checkpoint`."""
-    for path, values in params.items():
-        for index, name in leaf_sources(config, path):
-            yield name, np.asarray(values[index], np.float32)
-
-
 def save_parts(folder: Path, params: Mapping[str, Array], prefix: str) -> list[Path]:
     """Weights only, in files of at most 15 MiB: e4m3 with a scale per 32 channels for experts and tables, else bf16."""
     arrays: dict[str, np.ndarray] = {}
@@ -159,4 +155,20 @@ def load_parts(files: list[Path]) -> dict[str, np.ndarray]:
             params[path] = (values * array[:, 32:].copy().view(np.float32)).reshape(shape)
         else:
             params[path] = array.view(ml_dtypes.bfloat16).astype(np.float32).reshape(shape)
+    return params
+
+
+def from_checkpoint(folder: Path, config: ModelConfig, *, draft: bool = False) -> dict[str, np.ndarray]:
+    """fp32 parameters that an exported checkpoint holds: the backbone's, or with `draft` the draft's."""
+    with open_checkpoint(folder, config) as reader:
+        leaves = load_leaves(reader, config, None, draft=draft)
+    params = {}
+    for path, leaf in leaves.items():
+        if path.endswith(".scale") and path.removesuffix(".scale") + ".weight" in leaves:
+            continue
+        if path.startswith(LEAF_PREFIX) is not draft:
+            continue
+        scale = leaves.get(path.removesuffix(".weight") + ".scale")
+        expand = expand_rows if path.startswith("engram_tables") else expand_weight
+        params[path] = np.asarray(expand(leaf, scale, jnp.dtype(jnp.float32)))
     return params

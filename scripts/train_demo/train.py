@@ -34,7 +34,7 @@ from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from scripts.train_demo.dataset import Batches
 from scripts.train_demo.forward import cross_entropy, forward
-from scripts.train_demo.parameters import Params, builder, initial, load_parts, save_parts
+from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts, save_parts
 
 BIAS_STEP = 0.001  # router bias: towards the mean load, by this much a step
 INDEX_WEIGHT = 1.0
@@ -164,9 +164,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, required=True, help="checkpoint of the last stretch, with the optimizer")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, log and loss curve")
     parser.add_argument("--weights", type=Path, nargs="*", default=[], help="weight files to start from")
+    parser.add_argument("--checkpoint", type=Path, help="an exported checkpoint to start from")
     parser.add_argument("--minutes", type=float, required=True, help="of this stretch, compilation included")
     parser.add_argument("--total-minutes", type=float, required=True, help="of training in the whole schedule")
-    parser.add_argument("--start-progress", type=float, default=0.0, help="with --weights: progress already made")
+    parser.add_argument("--start-progress", type=float, default=0.0, help="progress already made by the weights")
     parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
@@ -179,6 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     params = initial(config, shapes, args.seed)
     if args.weights:
         params = {path: jnp.asarray(value) for path, value in load_parts(args.weights).items()}
+    if args.checkpoint:
+        params = {path: jnp.asarray(value) for path, value in from_checkpoint(args.checkpoint, config).items()}
     state = opt.init(params)
     clock = {"step": 0, "trained_s": args.start_progress * args.total_minutes * 60}
     manager = ocp.CheckpointManager(args.state.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1))

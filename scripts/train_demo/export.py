@@ -1,0 +1,58 @@
+"""Writes trained weights as a checkpoint in the released, quantized format.
+
+python -m scripts.train_demo.export --data build/train_demo --weights build/trained/*.npz --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from di_jax.checkpoint.mapping import all_sources
+from di_jax.checkpoint.writer import write_checkpoint
+from di_jax.model.config import ModelConfig
+from scripts.train_demo.parameters import load_parts
+
+SHARD_BYTES = 12 * 2**20  # two shards: the index is exercised by whoever uses the demo
+
+
+def tensors(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """(checkpoint tensor name, fp32 values) of every parameter. Scales are the writer's to make."""
+    for path, sources in all_sources(config, draft=True).items():
+        if path.endswith(".scale") and path.removesuffix(".scale") + ".weight" in params:
+            continue
+        for index, name in sources:
+            yield name, np.asarray(params[path][index], np.float32)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="export the demo model")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, nargs="+", required=True, help="files of the model and of its draft")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(arguments)
+    raw = json.loads((args.data / "config.json").read_text(encoding="utf-8"))
+    config = ModelConfig.from_dict(raw)
+    params = load_parts(args.weights)
+    files = {name: args.data / name for name in ("tokenizer.json", "tokenizer_config.json")}
+    write_checkpoint(
+        args.out,
+        raw,
+        tensors(config, params),
+        max_shard_bytes=SHARD_BYTES,
+        tokenizer_files=files,
+        include_mtp=True,
+        overwrite=True,
+    )
+    size = sum(f.stat().st_size for f in args.out.iterdir())
+    print(f"{args.out}: {size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
