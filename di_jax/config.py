@@ -293,13 +293,25 @@ class PlanGroup(Group):
 @dataclass(frozen=True)
 class EvalGroup(Group):
     PATH: ClassVar[str] = "eval"
-    tasks: tuple[str, ...] | None = key(None, only=(None,))
-    n: int | None = key(None, only=(None,))
-    judge: str | None = key(None, only=(None,))
-    files: tuple[str, ...] | None = key(None, only=(None,))
-    judge_url: str | None = key(None, only=(None,))
-    judge_model: str | None = key(None, only=(None,))
-    judge_key_file: str | None = key(None, only=(None,))
+    tasks: tuple[str, ...] | None = None  # names out of `files`; null: all of them
+    n: int = key(1, low=1, high=1024)  # samples of each item; Pass@1 is their mean
+    judge: str = key("rule", choices=("rule", "endpoint"))  # the rule that an item names, or a model that is asked
+    files: dict | None = None  # type: ignore[type-arg]  # task name: .jsonl file of its items
+    judge_url: str | None = None  # an OpenAI-compatible server, up to and with its /v1
+    judge_model: str | None = None  # the model's name there
+    judge_key_file: str | None = None  # a file whose first line is the key; null: none is sent
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, path in (self.files or {}).items():
+            if not isinstance(name, str) or not isinstance(path, str):
+                raise ConfigError(f"eval.files: {name!r}: {path!r} is not a task's name and the path of its file")
+        if self.tasks is not None and (not self.tasks or len(set(self.tasks)) < len(self.tasks)):
+            raise ConfigError(f"eval.tasks: {show(self.tasks)} is not a list of one or more different names")
+        if self.judge == "endpoint":
+            for name in ("judge_url", "judge_model"):
+                if not getattr(self, name):
+                    raise ConfigError(f"eval.{name}: is not set; eval.judge = endpoint needs it")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -81,10 +81,16 @@ class _Job:
     prompt: str | None
     request: Request | None
     failure: RequestFailure | None = None
+    told: int = 0  # tokens of its answers when it was last looked at
 
     @property
     def finished(self) -> bool:
         return self.request is None or self.request.finished
+
+    def moved(self) -> bool:
+        """Whether it has more tokens than when this was last asked, or has ended."""
+        before, self.told = self.told, 0 if self.request is None else self.request.num_output_tokens
+        return self.finished or self.told > before
 
     def output(self) -> RequestOutput:
         if self.request is None or self.request.failure is not None:
@@ -137,8 +143,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Sampling | Iterable[Sampling] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -154,8 +160,8 @@ class LLM:
 
     def generate_iter(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Sampling | Iterable[Sampling] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> Generator[RequestOutput]:
@@ -164,15 +170,16 @@ class LLM:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Sampling | Iterable[Sampling] | None = None,
     ) -> Generator[RequestOutput]:
         """Yields a prompt's output each time it has new tokens, cumulative (all text and ids so far) and with
         `finished` on the last. Closing the iterator aborts what is unfinished and frees its blocks."""
         return self._streamed(self._pairs(prompts, sampling_params))
 
     def shutdown(self) -> None:
-        """Aborts what runs and drops weights and caches. The LLM cannot be used afterwards."""
+        """Aborts what runs and drops weights and caches. The LLM cannot be used afterwards; open streams end with
+        `abort`."""
         if self._engine is not None:
             for request_id in list(self._engine.requests):
                 self._engine.abort(request_id)
@@ -187,19 +194,18 @@ class LLM:
         self.shutdown()
 
     def _pairs(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling | Sequence[Sampling] | None
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: Sampling | Iterable[Sampling] | None
     ) -> list[tuple[Prompt, Sampling]]:
         """Each prompt with its sampling. Raises UserError when there are not as many."""
-        many: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        many: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         if sampling_params is None:
             sampling_params = {}
         if isinstance(sampling_params, SamplingParams | Mapping):
             return [(prompt, sampling_params) for prompt in many]
-        if len(sampling_params) != len(many):
-            raise UserError(
-                f"sampling_params: {len(sampling_params)} for {len(many)} prompts; give one for all or one per prompt"
-            )
-        return list(zip(many, sampling_params, strict=True))
+        each = list(sampling_params)
+        if len(each) != len(many):
+            raise UserError(f"sampling_params: {len(each)} for {len(many)} prompts; give one for all or one per prompt")
+        return list(zip(many, each, strict=True))
 
     def _streamed(self, pairs: list[tuple[Prompt, Sampling]]) -> Generator[RequestOutput]:
         with contextlib.closing(self._drive(pairs)) as jobs:
@@ -227,34 +233,40 @@ class LLM:
                 yield job.output()
 
     def _drive(self, pairs: list[tuple[Prompt, Sampling]]) -> Generator[_Job]:
-        """Queues all prompts and steps the engine until they are finished, yielding each that got tokens or ended."""
-        engine, jobs = self.engine, []
+        """Queues all prompts and steps the engine until they are finished, yielding each that got tokens or ended.
+
+        Between two of our steps the engine may have changed: another call stepped, someone aborted a request, an error
+        failed it. Only an engine that did nothing else is trusted to report what moved.
+        """
+        engine = self.engine
+        # Known before anything is queued, so that an interrupt at any moment leaves nothing behind in the engine.
+        ids = [str(next(self._ids)) for _ in pairs]
         try:
-            for index, (prompt, sampling) in enumerate(pairs):
-                jobs.append(self._submit(index, prompt, sampling))
+            jobs = [self._submit(ids[index], index, *pair) for index, pair in enumerate(pairs)]
             open_jobs = {job.request_id: job for job in jobs if not job.finished}
             yield from [job for job in jobs if job.finished]
-            seen = engine.num_steps
+            seen = engine.changes
             while open_jobs:
-                if engine.num_steps == seen:
-                    report = engine.step()
-                    moved = [r.request_id for r in report.requests] if report else []
-                else:  # another call stepped while this one was suspended
-                    moved = list(open_jobs)
-                seen = engine.num_steps
-                for request_id in moved:
-                    if (job := open_jobs.get(request_id)) is not None:
-                        if job.finished:
-                            del open_jobs[request_id]
-                        yield job
+                report = engine.step() if engine.changes == seen else None
+                if report is not None and engine.changes == seen + 1:
+                    looked_at = [open_jobs[r.request_id] for r in report.requests if r.request_id in open_jobs]
+                else:
+                    looked_at = list(open_jobs.values())
+                    if report is None and engine.changes == seen:
+                        raise RuntimeError(f"the engine has nothing to do, requests {', '.join(open_jobs)} are open")
+                seen = engine.changes
+                for job in looked_at:
+                    if not job.moved() or job.request_id not in open_jobs:
+                        continue
+                    if job.finished:
+                        del open_jobs[job.request_id]
+                    yield job
         finally:
-            for job in jobs:
-                if not job.finished:
-                    engine.abort(job.request_id)
+            for request_id in ids:
+                engine.abort(request_id)
 
-    def _submit(self, index: int, prompt: Prompt, sampling: Sampling) -> _Job:
+    def _submit(self, request_id: str, index: int, prompt: Prompt, sampling: Sampling) -> _Job:
         """Queues one prompt; what is wrong with it becomes the job's failure."""
-        request_id = str(next(self._ids))
         text = prompt if isinstance(prompt, str) else None
         try:
             text, ids = self.prompts.encode(prompt)

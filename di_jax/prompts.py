@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,16 @@ class PromptEncoder:
         return None, self._chat.encode(value)
 
 
-def check_token_ids(name: str, ids: Sequence[Any], vocab_size: int, low: int = 0) -> None:
-    """Raises RequestError naming the field and the place of an id outside [low, vocab_size)."""
+def check_token_ids(name: str, ids: Iterable[Any], vocab_size: int, low: int = 0) -> list[int]:
+    """The ids as plain integers: those of NumPy count as well, booleans do not. Raises RequestError naming the field
+    and the place of an id outside [low, vocab_size)."""
+    plain = []
     for at, token in enumerate(ids):
-        if type(token) is not int or not low <= token < vocab_size:
+        try:
+            value = low - 1 if isinstance(token, bool) else operator.index(token)
+        except TypeError:
+            value = low - 1
+        if not low <= value < vocab_size:
             raise RequestError(f"{name}[{at}]: {token!r} is not a token id of the model, 0 to {vocab_size - 1}")
+        plain.append(value)
+    return plain

@@ -26,6 +26,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "generate": ("input", "prompt", "output"),
     "score": ("input", "output"),
     "bench": ("output",),
+    "eval": ("dump", "judge_only"),
 }
 
 
@@ -37,16 +38,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except UserError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:  # it may be stdout that this error is about
+            _discard_stdout()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of stdout went away (`| head`): nothing more to say, not even when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of stdout went away (`| head`): nothing more to say.
+        _discard_stdout()
         return 1
 
 
+def _discard_stdout() -> None:
+    """Drops what stdout could not take: Python flushes it once more at exit, and would report that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line as a namespace: command (None: the config's), config, set, json, input, prompt, output."""
+    """The command line as a namespace: command (None: the config's), config, set, json, input, prompt, output, dump,
+    judge_only."""
     parser = _Parser(
         prog="python -m di_jax.run",
         description="DeepSeek-V4.1-Flash inference in JAX. Logs go to stderr, results to stdout.",
@@ -66,6 +77,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="generate: .jsonl (else stdout); score: .safetensors; bench: .json"
     )
+    parser.add_argument("--dump", type=Path, metavar="FILE.jsonl", help="eval: where each answer goes at once")
+    parser.add_argument(
+        "--judge-only", type=Path, metavar="FILE.jsonl", help="eval: a dump to score; no model is loaded"
+    )
     args = parser.parse_intermixed_args(argv)
     if args.command is not None and args.command not in COMMANDS:
         near = difflib.get_close_matches(args.command, COMMANDS, n=1)
@@ -73,6 +88,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown command {args.command!r}; {advice}")
     if args.input and args.prompt:
         parser.error("--input and --prompt are both given; keep one")
+    if args.dump and args.judge_only:
+        parser.error("--dump and --judge-only are both given; keep one")
     return args
 
 
@@ -90,9 +107,9 @@ def _run(argv: Sequence[str] | None) -> int:
     options = OPTIONS.get(config.command)
     if options is None:
         raise UserError(f"{config.command} is not available yet; this version has {', '.join(OPTIONS)}")
-    for option in ("input", "prompt", "output"):
+    for option in dict.fromkeys(name for names in OPTIONS.values() for name in names):
         if getattr(args, option) and option not in options:
-            raise UserError(f"--{option} is not an option of {config.command}")
+            raise UserError(f"--{option.replace('_', '-')} is not an option of {config.command}")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     for package in ("di_jax", "kernels_pallas"):
         logging.getLogger(package).setLevel(logging.INFO)

@@ -67,7 +67,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(
-                f"{path}: no such file; text prompts need the checkpoint's tokenizer (prompt_token_ids do not)"
+                f"{path}: no such file; put the checkpoint's tokenizer there, which prompts of ids need too (answers "
+                "become text, and the Engram map follows from it)"
             )
         config = config or ModelConfig.from_file(folder)
         try:

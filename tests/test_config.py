@@ -193,6 +193,17 @@ REFUSED = [
     ("engine.decode_buckets", [], ["engine.decode_buckets: []", "ascending"]),
     ("engine.decode_buckets", [1, 8], ["engine.decode_buckets", "8", "engine.max_num_seqs = 16"]),
     ("engine.context_buckets", [4000], ["engine.context_buckets", "4000", "engine.max_model_len = 4096"]),
+    ("eval.n", 0, ["eval.n: 0", "at least 1"]),
+    ("eval.n", 2000, ["eval.n: 2000", "at most 1024"]),
+    ("eval.judge", "model", ["eval.judge: model", "rule, endpoint"]),
+    ("eval.tasks", "aime", ["eval.tasks: aime", "a list of text"]),
+    ("eval.tasks", [], ["eval.tasks: []", "one or more"]),
+    ("eval.tasks", ["a", "b", "a"], ["eval.tasks: ['a', 'b', 'a']", "different names"]),
+    ("eval.files", "aime.jsonl", ["eval.files: aime.jsonl", "expected a mapping or null"]),
+    ("eval.files", {"aime": None}, ["eval.files: 'aime': None", "the path of its file"]),
+    ("eval.files", {2025: "a.jsonl"}, ["eval.files: 2025: 'a.jsonl'", "a task's name"]),
+    ("eval", {"judge": "endpoint", "judge_model": "m"}, ["eval.judge_url: is not set", "eval.judge = endpoint"]),
+    ("eval", {"judge": "endpoint", "judge_url": "http://h/v1"}, ["eval.judge_model: is not set"]),
     ("generate", {"prompts": ["a"], "input": "b.jsonl"}, ["generate.input", "b.jsonl", "generate.prompts"]),
 ]
 
@@ -510,3 +521,13 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
     code = "from di_jax.config import load_config; print(load_config('ep8').digest())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == load_config("ep8").digest()
+
+
+def test_the_files_of_eval_are_a_mapping(write: Any) -> None:
+    path = write("eval: {tasks: [b], files: {a: a.jsonl, b: dir/b.jsonl}}")
+    config = load_config(path, ["eval.files={b: other.jsonl}", "eval.n=4"])
+    assert (config.eval.files, config.eval.n, config.eval.tasks) == ({"b": "other.jsonl"}, 4, ("b",))
+    assert load_config(path).eval.files == {"a": "a.jsonl", "b": "dir/b.jsonl"}
+    assert Config.from_dict(yaml.safe_load(config.to_yaml())) == config
+    with pytest.raises(ConfigError, match="eval.files.b: eval.files is a key, not a group"):
+        load_config(path, ["eval.files.b=other.jsonl"])

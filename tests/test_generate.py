@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 
 from di_jax import run
 from di_jax.commands import generate
-from di_jax.commands.records import Record, parse_record
+from di_jax.commands.records import Record, parse_record, read_records
 from di_jax.config import Config
 from di_jax.engine.compile_counter import COMPILATIONS
+from di_jax.errors import UserError
 from di_jax.llm import LLM
 
 RECORD = {"id", "prompt_token_ids", "outputs", "metrics", "seq_seed"}
@@ -92,7 +95,7 @@ def test_seven_answers_and_one_error(
     assert [r["id"] for r in results] == [str(n) for n in range(8)]
     assert ["error" in r for r in results] == [n == 5 for n in range(8)]
     assert set(results[5]) == {"id", "error"} and set(results[5]["error"]) == {"type", "message"}
-    assert "record 5: not readable as JSON" in results[5]["error"]["message"]
+    assert "line 6: not readable as JSON" in results[5]["error"]["message"]
     summary = records(out)
     assert len(summary) == 1 and (summary[0]["requests"], summary[0]["failed"]) == (8, 1)
 
@@ -149,23 +152,28 @@ def test_an_input_of_the_config(
     assert [r["id"] for r in records(capsys.readouterr().out)] == ["7"]
 
 
-def test_an_empty_input_is_no_request(
-    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def no_model(config: Config) -> LLM:
+    raise AssertionError("loaded")
+
+
+def test_an_empty_input_is_no_request_and_loads_no_model(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text("\n")
-    assert command("--input", source, "--json") == 0
-    (summary,) = records(capsys.readouterr().out)
-    assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (0, 0, 0)
+    monkeypatch.setattr(generate, "LLM", no_model)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    target.write_text("old\n")
+    for text in ("", "\n"):
+        source.write_text(text)
+        assert run.main(["--config", str(config_file), "--input", str(source), "--json", "--output", str(target)]) == 0
+        (summary,) = records(capsys.readouterr().out)
+        assert set(summary) == SUMMARY and not any(summary.values())
+        assert target.read_text() == ""
 
 
 def test_files_are_checked_before_the_model_is_loaded(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def never(config: Config) -> LLM:
-        raise AssertionError("loaded")
-
-    monkeypatch.setattr(generate, "LLM", never)
+    monkeypatch.setattr(generate, "LLM", no_model)
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}')
     for argv, words in (
@@ -180,6 +188,71 @@ def test_files_are_checked_before_the_model_is_loaded(
         out, err = capsys.readouterr()
         assert out == "" and words in err.splitlines()[-1], err
     assert source.read_text() == '{"prompt": "a"}'
+
+
+def test_an_old_output_is_kept_until_the_model_is_loaded(
+    command: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text("hours of work\n" * 1000)
+    for error, code in ((UserError("model.path: no such folder"), 2), (KeyboardInterrupt(), 130)):
+
+        def fail(config: Config, error: BaseException = error) -> LLM:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, "LLM", fail)
+            assert command("--output", target) == code
+        assert target.read_text() == "hours of work\n" * 1000
+    assert command("--output", target) == 0
+    assert [r["id"] for r in records(target.read_text())] == ["0", "1"], "nothing of the old content is left"
+    capsys.readouterr()
+
+
+def test_an_output_that_is_full_is_one_line(
+    command: Callable[..., int], llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--output", "/dev/full") == 2
+    out, err = capsys.readouterr()
+    message = "error: output /dev/full: cannot be written: No space left on device; the records before are in it"
+    assert out == "" and err.splitlines()[-1] == message
+    assert not llm.engine.requests and llm.engine.blocks.num_free_blocks == llm.engine.blocks.num_blocks
+
+
+def test_an_output_that_fails_when_it_is_closed_is_no_success(
+    command: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Network file systems report a full disk at close."""
+
+    target = tmp_path / "out.jsonl"
+    real = Path.open
+
+    class Late(io.TextIOWrapper):
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def opened(path: Path, *args: Any, **keywords: Any) -> Any:
+        return Late(io.FileIO(path, "a")) if path == target else real(path, *args, **keywords)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert command("--output", target) == 2
+    assert "out.jsonl: cannot be written: Disk quota exceeded" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_input_under_another_name_is_no_output(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "LLM", no_model)
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}')
+    (tmp_path / "soft.jsonl").symlink_to(source)
+    (tmp_path / "hard.jsonl").hardlink_to(source)
+    for name in ("soft.jsonl", "hard.jsonl"):
+        argv = ["--config", str(config_file), "--input", str(source), "--output", str(tmp_path / name)]
+        assert run.main(argv) == 2
+        assert "is also the input" in capsys.readouterr().err.splitlines()[-1]
+        assert source.read_text() == '{"prompt": "a"}'
 
 
 def test_text_that_the_output_cannot_hold_is_escaped(
@@ -216,6 +289,22 @@ def test_records_before_an_interrupt_are_written(
 
 
 def test_lines_that_are_no_text() -> None:
-    assert "not readable as JSON" in str(parse_record(b"\xff\xfe{}", 3).error)
-    assert "not readable as JSON" in str(parse_record(b"[" * 100_000, 3).error)
-    assert parse_record(b'{"prompt": "a", "sampling": null}', 3) == Record("3", {"prompt": "a"})
+    assert str(parse_record(b"\xff\xfe{}", 3, 9).error).startswith("line 9: not readable as JSON")
+    assert str(parse_record(b"[" * 100_000, 3, 9).error).startswith("line 9: not readable as JSON")
+    assert parse_record(b'{"prompt": "a", "sampling": null}', 3, 9) == Record("3", {"prompt": "a"})
+
+
+def test_messages_count_lines_and_ids_count_records(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf\n\r\n{"prompt": "a"}\r\n\n[]\n  \n{"prompt": "b"}\n{')
+    found = read_records(source)
+    assert [record.id for record in found] == ["0", "1", "2", "3"]
+    assert found[1].error == "line 5: expected an object, found list"
+    assert str(found[3].error).startswith("line 8: not readable as JSON")
+
+
+def test_an_id_of_null_is_no_id() -> None:
+    assert parse_record(b'{"prompt": "a", "id": null}', 3, 9) == Record("3", {"prompt": "a"})
+    assert parse_record(b'{"prompt": "a", "id": ""}', 3, 9) == Record("", {"prompt": "a"})
+    assert parse_record(b'{"prompt": "a", "id": 0}', 3, 9) == Record("0", {"prompt": "a"})
+    assert parse_record(b'{"prompt": "a", "id": false}', 3, 9).error == "id: expected text, found bool"

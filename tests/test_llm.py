@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,102 @@ def test_an_interrupt_frees_everything_and_goes_on_up(llm: LLM, monkeypatch: pyt
     monkeypatch.undo()
     assert not llm.engine.requests
     assert len(answer(llm.generate("one")[0])) == 8
+
+
+def test_an_interrupt_inside_a_step_costs_the_running_answers_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the donation of the caches and their return: what they held is gone, the engine is not."""
+    want = [answer(output) for output in llm.generate(["one", "two"])]
+    stream = llm.stream("The river", {"max_tokens": 100, "ignore_eos": True})
+    next(stream)
+    compiled = llm.engine.parts.runner._compiled
+
+    def interrupted(executable: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            executable(*arguments)
+            raise KeyboardInterrupt
+
+        return call
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for key, executable in list(compiled.items()):
+            patch.setitem(compiled, key, interrupted(executable))
+        llm.generate(["one", "two"])
+    assert not llm.engine.requests
+    (last,) = stream
+    assert last.finished and last.error is not None and last.error["type"] == "interrupted"
+    assert [answer(output) for output in llm.generate(["one", "two"])] == want
+
+
+def test_an_interrupt_while_queueing_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_request, count = llm.engine.add_request, itertools.count()
+
+    def interrupted(*arguments: Any) -> Any:
+        add_request(*arguments)
+        if next(count) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two", "three", "four"])
+    assert not llm.engine.requests and not llm.engine.has_unfinished
+
+
+def test_a_stream_ends_when_its_engine_goes(llm: LLM, tiny_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("di_jax.llm.build_engine_parts", lambda config: llm.engine.parts)
+    short = LLM(tiny_config)
+    begun, untouched = short.stream(["one", "two"], {"max_tokens": 100}), short.stream("three")
+    next(begun)
+    short.shutdown()
+    rest = list(begun)
+    assert sorted(o.index for o in rest) == [0, 1]
+    assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in rest)
+    with pytest.raises(UserError, match="shut down"):
+        next(untouched)
+
+
+def test_a_stream_ends_when_its_request_is_aborted(llm: LLM) -> None:
+    stream = llm.stream(["one", "two"], {"max_tokens": 6, "ignore_eos": True})
+    first = next(stream)
+    llm.engine.abort(first.request_id)
+    rest = list(stream)
+    assert [o.outputs[0].finish_reason for o in rest if o.index == first.index] == ["abort"]
+    assert len(answer(rest[-1])) == 6 and rest[-1].index != first.index
+    alone = llm.stream("one", {"max_tokens": 6, "ignore_eos": True})
+    llm.engine.abort(next(alone).request_id)
+    assert [o.outputs[0].finish_reason for o in alone] == ["abort"]
+
+
+def test_an_engine_without_work_does_not_spin(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine, "step", lambda: None)
+    with pytest.raises(RuntimeError, match=r"nothing to do, requests \d+ are open"):
+        next(llm.stream("one"))
+
+
+def test_a_stream_speaks_only_of_what_is_new(llm: LLM) -> None:
+    """Steps of another call, of which most did nothing for it, count as well."""
+    stream = llm.stream(["one", "two"], {"max_tokens": 5, "ignore_eos": True})
+    counts: dict[int, list[int]] = {0: [], 1: []}
+    for output in stream:
+        counts[output.index].append(len(answer(output)))
+        assert len(answer(llm.generate({"prompt_token_ids": [5] * 150}, {"max_tokens": 1})[0])) == 1
+    for seen in counts.values():
+        assert seen == sorted(set(seen)) and seen[-1] == 5
+
+
+def test_prompts_and_parameters_may_come_from_generators(llm: LLM) -> None:
+    prompts, lengths = ["a", "b", "c"], [2, 5, 3]
+    outputs = llm.generate(iter(prompts), [{"max_tokens": n, "ignore_eos": True} for n in lengths])
+    assert [len(answer(o)) for o in outputs] == lengths
+    outputs = llm.generate((p for p in prompts), ({"max_tokens": n, "ignore_eos": True} for n in lengths))
+    assert [len(answer(o)) for o in outputs] == lengths
+    assert len(llm.generate(p for p in prompts)) == 3
+    with pytest.raises(UserError, match="sampling_params: 2 for 3 prompts"):
+        llm.generate((p for p in prompts), iter([{}, {}]))
+
+
+def test_numpy_integers_are_prompt_ids(llm: LLM) -> None:
+    output = llm.generate({"prompt_token_ids": [np.int32(5), np.int64(6)]})[0]
+    assert output.prompt_token_ids == [5, 6] and json.dumps(output.prompt_token_ids) == "[5, 6]"
 
 
 def test_progress_goes_to_a_terminal_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

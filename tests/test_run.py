@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -82,6 +84,10 @@ def test_arguments_reach_the_command(calls: list[tuple[str, Config, argparse.Nam
     assert (args.json, args.prompt, args.input, args.output) == (False, [], Path("in.jsonl"), Path("out.safetensors"))
     assert run.main(["generate", "--config", "quickstart", "--prompt", ""]) == 0
     assert calls[2][2].prompt == [""]
+    assert (calls[2][2].dump, calls[2][2].judge_only) == (None, None)
+    assert run.main(["eval", "--config", "quickstart", "--dump", "d.jsonl"]) == 0
+    assert run.main(["eval", "--config", "quickstart", "--judge-only", "d.jsonl"]) == 0
+    assert (calls[3][2].dump, calls[4][2].judge_only) == (Path("d.jsonl"), Path("d.jsonl"))
 
 
 def test_the_resolved_config_is_printed_to_stderr(
@@ -146,6 +152,10 @@ def test_interrupted(command: Callable[[str, Command], None], capsys: pytest.Cap
         ("score --config quickstart --prompt a", ["--prompt", "score"]),
         ("bench --config quickstart --prompt a", ["--prompt", "bench"]),
         ("bench --config quickstart --input a", ["--input", "bench"]),
+        ("eval --config quickstart --output a", ["--output", "eval"]),
+        ("generate --config quickstart --dump a", ["--dump is not an option of generate"]),
+        ("score --config quickstart --judge-only a", ["--judge-only is not an option of score"]),
+        ("eval --config quickstart --dump a --judge-only b", ["--dump and --judge-only are both given"]),
         ("--config quickstart --set sampling.top_p=0.9", ["sampling.top_p: 0.9 is not available yet"]),
     ],
 )
@@ -165,14 +175,14 @@ def test_bad_arguments_are_one_line_and_2(
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(run.OPTIONS)))
 def test_commands_to_come(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([name, "--config", "ep64"]) == 2
-    assert capsys.readouterr().err == f"error: {name} is not available yet; this version has generate, score, bench\n"
+    assert capsys.readouterr().err == f"error: {name} is not available yet; this version has generate, score, bench, eval\n"
     assert run.main(["--config", "ep64", "--set", f"command={name}"]) == 2
 
 
 def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["--help"]) == 0
     text = capsys.readouterr().out
-    options = ("--config", "--set", "--json", "--input", "--prompt", "--output")
+    options = ("--config", "--set", "--json", "--input", "--prompt", "--output", "--dump", "--judge-only")
     assert all(word in text for word in (*COMMANDS, *options))
 
 
@@ -199,3 +209,44 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
         err = process.stderr.read().decode()
     assert process.returncode == 1
     assert "Traceback" not in err and "BrokenPipe" not in err
+
+
+@pytest.mark.parametrize("name", run.OPTIONS)
+def test_missing_devices_are_reported_before_anything_else(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ep64 has no prompts, so that `generate` would find nothing to answer; no output file is made either."""
+    present = len(jax.devices())
+    target = tmp_path / "out"
+    for options in ([], ["--dump" if name == "eval" else "--output", str(target)]):
+        assert run.main([name, "--config", "ep64.yaml", *options]) == 2
+        out, err = capsys.readouterr()
+        last = err.splitlines()[-1]
+        assert out == "" and f"64 devices asked, {present} present" in last, err
+        assert "`plan`" in last and "mesh.simulate_devices" in last
+        assert not target.exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("name", ["generate", "score"])
+def test_a_stdout_that_is_full_is_one_line_and_2(name: str, unbuffered: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("")
+    program = [sys.executable, "-m", "di_jax.run", name, "--config", "quickstart", "--input", str(source), "--json"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            program, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: stdout: cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_other_errors_of_the_system_keep_their_traceback(command: Callable[[str, Command], None]) -> None:
+    def fail(config: Config, args: argparse.Namespace) -> int:
+        raise FileNotFoundError("a defect")
+
+    command("generate", fail)
+    with pytest.raises(FileNotFoundError, match="a defect"):
+        run.main(["--config", "quickstart"])

@@ -65,7 +65,7 @@ def test_ids_come_from_the_config_and_specials_are_parsed() -> None:
 
 
 def test_vocab_size_counts_added_tokens() -> None:
-    assert TOKENIZER.vocab_size == TOKENIZER.raw.get_vocab_size(with_added_tokens=True) == 2275
+    assert TOKENIZER.vocab_size == TOKENIZER.raw.get_vocab_size(with_added_tokens=True) == 4575
     assert Tokenizer.from_folder(TINY).vocab_size == 512
 
 
@@ -94,6 +94,7 @@ def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: no such file") as error:
         Tokenizer.from_folder(tmp_path)
     assert isinstance(error.value, UserError)
+    assert "prompts of ids need too" in str(error.value)  # the engine does not start without
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"{}", b'{"model": {"type": "BPE"}}', b"[]"])
@@ -163,7 +164,7 @@ def test_special_tokens_are_skipped_or_spelled() -> None:
 
 
 def test_ids_past_the_tokenizer_add_no_text() -> None:
-    assert "".join(stream(TOKENIZER, [2290, *TOKENIZER.encode("ok"), 2303])) == "ok"
+    assert "".join(stream(TOKENIZER, [4590, *TOKENIZER.encode("ok"), 4607])) == "ok"
 
 
 def test_a_second_flush_adds_nothing() -> None:

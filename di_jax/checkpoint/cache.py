@@ -55,7 +55,7 @@ def load_or_convert(
     with open_checkpoint(folder, config) as reader:
         if cache_dir is None:
             return load_leaves(reader, config, shardings)
-        cache_dir = Path(cache_dir).absolute()
+        cache_dir = Path(os.path.expanduser(cache_dir)).absolute()
         entry, aside = _agree(reader, cache_dir)
         if (leaves := _try_restore(entry, config, shardings)) is not None:
             return leaves

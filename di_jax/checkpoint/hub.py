@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def resolve_checkpoint(path: str | Path, revision: str | None = None) -> Path:
         from di_jax.checkpoint.demo import demo_checkpoint
 
         return demo_checkpoint()
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         if revision is not None:
             logger.warning("model.revision %r is ignored: model.path %s is a local folder", revision, folder)

@@ -13,6 +13,7 @@ import math
 import mmap
 import struct
 from pathlib import Path
+from reprlib import repr  # a broken entry may be huge, or nested deeper than a repr can follow
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def read_header(file: Path) -> SafetensorsHeader:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
     try:
         header = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of many digits; nested too deep
         raise CheckpointError(f"{file}: corrupt header (not JSON: {error}); {_AGAIN}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: corrupt header (not a JSON object); {_AGAIN}")
@@ -83,11 +84,11 @@ def _entry(file: Path, name: str, value: Any, payload_start: int) -> TensorEntry
     try:
         dtype, shape = value["dtype"], tuple(value["shape"])
         begin, end = value["data_offsets"]
-        integers = all(type(v) is int and v >= 0 for v in (*shape, begin, end))
+        usable = dtype in _ITEM_BYTES and all(type(v) is int and v >= 0 for v in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: corrupt header entry of tensor {name!r}: {value!r}; {_AGAIN}") from error
-    if not integers or dtype not in _ITEM_BYTES:
-        raise CheckpointError(f"{file}: unreadable header entry of tensor {name!r}: {value!r}; {_AGAIN}")
+        raise CheckpointError(f"{file}: corrupt header entry of tensor {name!r}: {repr(value)}; {_AGAIN}") from error
+    if not usable:
+        raise CheckpointError(f"{file}: unreadable header entry of tensor {name!r}: {repr(value)}; {_AGAIN}")
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if end - begin != nbytes:
         raise CheckpointError(

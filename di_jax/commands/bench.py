@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from di_jax.commands.records import print_result
 from di_jax.commands.roofline import NOTE, Peaks, measure_peaks, step_cost
 from di_jax.config import BenchGroup, Config
 from di_jax.engine.engine import Engine
@@ -28,6 +29,7 @@ from di_jax.engine.metrics import StepReport
 from di_jax.engine.scheduler import DECODE, PREFILL
 from di_jax.engine.setup import build_engine_parts
 from di_jax.errors import UserError
+from di_jax.platforms.devices import configure_jax, require_devices
 from di_jax.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,11 @@ Row = dict[str, Any]
 def run(config: Config, args: argparse.Namespace) -> int:
     """Measures `bench.batch_sizes`, prints a table, and with --output adds the rows to a results file.
 
-    Returns 0. Raises UserError when the output cannot be written or belongs to another kind or device.
+    Returns 0. Raises UserError when devices are missing, or the output cannot be written or belongs to another kind or
+    device.
     """
+    configure_jax(config)
+    require_devices(config)
     output: Path | None = getattr(args, "output", None)
     history = [] if output is None else _history(output)
     parts = build_engine_parts(config)
@@ -61,13 +66,13 @@ def run(config: Config, args: argparse.Namespace) -> int:
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
         "roofline": {"note": NOTE, "copy_bytes_per_s": peaks.bytes_per_s, "matmul_flops_per_s": peaks.flops_per_s},
     }
-    print(table(rows), flush=True)
+    print_result(table(rows))
     if output is not None:
         committed = {**result, "command": _command(args), "date": today, "rows": history + rows}
         output.write_text(json.dumps(committed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         logger.info("wrote %d rows to %s, %d of them from before", len(history + rows), output, len(history))
     if args.json:
-        print(json.dumps({**result, "rows": rows}), flush=True)
+        print_result(json.dumps({**result, "rows": rows}))
     return 0
 
 

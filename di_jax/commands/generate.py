@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
-from di_jax.commands.records import Record, read_records, records_of_texts
+from di_jax.commands.records import Record, print_result, read_records, records_of_texts, refuse_input_as_output
 from di_jax.config import Config
 from di_jax.errors import UserError
 from di_jax.llm import LLM, RequestOutput
+from di_jax.platforms.devices import configure_jax, require_devices
 
 INVALID = "invalid_request"
 
@@ -23,21 +26,32 @@ INVALID = "invalid_request"
 def run(config: Config, args: argparse.Namespace) -> int:
     """Answers the records of --input, --prompt or the config, and writes one record each in their order.
 
-    Returns 1 when some failed, else 0. Raises UserError for files, config or checkpoint that cannot be used; input
-    and output are opened before the model is loaded.
+    Returns 1 when some failed, else 0. Raises UserError for devices, files, config or checkpoint that cannot be used.
+    Input and output are opened before the model is loaded, and what the output held is dropped after. Without records
+    no model is loaded.
     """
+    configure_jax(config)
+    require_devices(config)
     records = _records(config, args)
-    with _destination(args.output, args.input or config.generate.input) as file, LLM(config) as llm:
-        began = time.perf_counter()
-        results: list[dict[str, Any]] = []
-        for result in _results(llm, records):
-            print(_json_line(result, file.encoding), file=file, flush=True)
-            results.append(result)
-        summary = _summary(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
+    if args.output is not None:
+        refuse_input_as_output(args.output, args.input or config.generate.input)
+    results: list[dict[str, Any]] = []
+    with _Destination(args.output) as destination:
+        if records:
+            with LLM(config) as llm:
+                destination.clear()
+                began = time.perf_counter()
+                for result in _results(llm, records):
+                    destination.write(result)
+                    results.append(result)
+                summary = _summary(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
+        else:
+            destination.clear()
+            summary = _summary([], 0.0, 0)
     if not args.json and args.output is None:
         print(_readable(records, results, summary), file=sys.stderr)
     if args.json:
-        print(json.dumps(summary), flush=True)
+        print_result(json.dumps(summary))
     return 1 if summary["failed"] else 0
 
 
@@ -53,22 +67,47 @@ def _records(config: Config, args: argparse.Namespace) -> list[Record]:
     raise UserError("generate: nothing to answer; give --input, --prompt, or generate.prompts in the config")
 
 
-@contextlib.contextmanager
-def _destination(path: Path | None, source: str | Path | None) -> Iterator[TextIO]:
-    """The open output, stdout by default. Raises UserError when it cannot be written or is the input."""
-    if path is None:
-        yield sys.stdout
-        return
-    if source is not None and path.exists() and path.samefile(source):
-        raise UserError(f"output {path}: is also the input; give another file")
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"output {path}: cannot be written: {error.strerror}; give a file in a folder you own"
-        ) from error
-    with file:
-        yield file
+class _Destination:
+    """Where the records go, each at once: a file, or stdout when there is no path.
+
+    Raises UserError when it cannot be opened or written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+        if path is not None:
+            # To append: a file that is there keeps its content until `clear`.
+            with self._explained("; give a file in a folder you own"):
+                self.file = path.open("a", encoding="utf-8")
+
+    def clear(self) -> None:
+        """Drops what a file held; a device or a pipe holds nothing."""
+        if self.file is not None and stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+            self.file.truncate(0)
+
+    def write(self, value: Any) -> None:
+        if self.file is None:
+            print_result(_json_line(value, sys.stdout.encoding))
+            return
+        with self._explained("; the records before are in it"):
+            print(_json_line(value, self.file.encoding), file=self.file, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.file is not None:
+            # After a failed write closing fails once more; the first error is the one to report.
+            with self._explained() if error is None else contextlib.suppress(OSError):
+                self.file.close()
+
+    @contextlib.contextmanager
+    def _explained(self, advice: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"output {self.path}: cannot be written: {error.strerror}{advice}") from error
 
 
 def _results(llm: LLM, records: list[Record]) -> Iterator[dict[str, Any]]:

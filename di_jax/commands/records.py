@@ -1,4 +1,4 @@
-"""Request records: one JSON object a line (cli-contract, generate).
+"""Request records, one JSON object a line, and what the commands share about input and output (cli-contract, generate).
 
 A line that is no record fails alone: its neighbours are answered.
 """
@@ -40,22 +40,44 @@ def records_of_texts(texts: Sequence[str]) -> list[Record]:
 def read_records(path: Path) -> list[Record]:
     """Every line of a .jsonl file that is not blank, in order. Raises UserError when the file cannot be read."""
     try:
-        lines = [line for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise UserError(f"input {path}: cannot be read: {error.strerror}; give a file of request records") from error
-    return [parse_record(line, index) for index, line in enumerate(lines)]
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [parse_record(line, index, number) for index, (number, line) in enumerate(filled)]
 
 
-def parse_record(line: bytes, index: int) -> Record:
-    """One line. What is wrong with it becomes the record's error; its id is kept when it could be read."""
+def refuse_input_as_output(path: Path, source: str | Path | None) -> None:
+    """Raises UserError when the output `path` is the file that the records are read from, under whatever name."""
+    try:
+        same = source is not None and path.exists() and path.samefile(source)
+    except OSError as error:
+        raise UserError(f"output {path}: cannot be written: {error.strerror}") from error
+    if same:
+        raise UserError(f"output {path}: is also the input; give another file")
+
+
+def print_result(text: str) -> None:
+    """Prints a line to stdout at once. Raises UserError when stdout is full; BrokenPipeError stays what it is."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"stdout: cannot be written: {error.strerror}") from error
+
+
+def parse_record(line: bytes, index: int, number: int) -> Record:
+    """A line of a file, its `number` counted from 1. What is wrong with it becomes the record's error; its id is kept
+    when it could be read, and is the record's index when it has none."""
     default = str(index)
     try:
         raw = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        return Record(default, error=f"line of record {index}: not readable as JSON: {error}")
+        return Record(default, error=f"line {number}: not readable as JSON: {error}")
     if not isinstance(raw, dict):
-        return Record(default, error=f"line of record {index}: expected an object, found {type(raw).__name__}")
-    identity = raw.get("id", default)
+        return Record(default, error=f"line {number}: expected an object, found {type(raw).__name__}")
+    identity = default if raw.get("id") is None else raw["id"]
     if type(identity) not in (str, int):
         return Record(default, error=f"id: expected text, found {type(identity).__name__}")
     try:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import math
+import os
+import secrets
+import stat
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from di_jax.commands.records import Record, read_records, records_of_texts
+from di_jax.commands.records import Record, print_result, read_records, records_of_texts, refuse_input_as_output
 from di_jax.config import Config
-from di_jax.engine.scorer import Scorer
-from di_jax.engine.setup import build_engine_parts
+from di_jax.engine.scorer import Score, Scorer
+from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.errors import UserError
+from di_jax.platforms.devices import configure_jax, require_devices
 from di_jax.prompts import PromptEncoder, RequestError, check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -26,48 +34,84 @@ logger = logging.getLogger(__name__)
 def run(config: Config, args: argparse.Namespace) -> int:
     """Scores the records of --input and writes their logits to --output; the perplexity needs no output.
 
-    Returns 1 when some record failed, which is logged with its id, else 0. Raises UserError for files, config or
-    checkpoint that cannot be used.
+    Returns 1 when some record failed, which is logged with its id, else 0. Raises UserError for devices, files, config
+    or checkpoint that cannot be used. Without records no model is loaded.
     """
+    configure_jax(config)
+    require_devices(config)
     records = _records(config, args)
     if args.output is not None:
-        _check_writable(args.output)
+        refuse_input_as_output(args.output, args.input or config.generate.input)
+        _check_replaceable(args.output)
+    tensors: dict[str, np.ndarray] = {}
+    likelihoods: list[np.ndarray] = []
+    failed = 0
+    if records:
+        names = tensor_names([record.id for record in records])
+        for index, outcome in _outcomes(config, records):
+            if isinstance(outcome, str):
+                logger.error("record %s: %s", records[index].id, outcome)
+                failed += 1
+                continue
+            likelihoods.append(outcome.negative_log_likelihood())
+            if args.output is not None:
+                if names[index] != records[index].id:
+                    logger.warning("record %s: its tensors are named %s", records[index].id, names[index])
+                tensors.update(_tensors(names[index], outcome))
+    if args.output is not None:
+        _save(tensors, args.output)
+    if failed:
+        logger.error("%d of %d records failed", failed, len(records))
+    perplexity, shown = _perplexity(likelihoods)
+    if args.json:
+        print_result(json.dumps({"requests": len(records), "perplexity": perplexity, "feed": config.score.feed}))
+    else:
+        print_result(f"{len(records)} records, {failed} failed, perplexity {shown}, feed {config.score.feed}")
+    return 1 if failed else 0
+
+
+def _outcomes(config: Config, records: list[Record]) -> Iterator[tuple[int, Score | str]]:
+    """(index of the record, its score or why there is none), in the order in which they are known."""
     parts = build_engine_parts(config)
     encoder = PromptEncoder(parts.folder, parts.tokenizer)
-    requests: list[tuple[str, list[int]]] = []
-    failed = 0
-    for record in records:
+    work: list[tuple[str, list[int]]] = []
+    for index, record in enumerate(records):
         try:
-            requests.append((record.id, _token_ids(record, encoder, config, parts.model_config.vocab_size)))
+            work.append((str(index), _token_ids(record, encoder, config, parts)))
         except UserError as error:
-            logger.error("record %s: %s", record.id, error)
-            failed += 1
+            yield index, str(error)
     scorer = Scorer(parts, config.score.feed, config.score.chunk, trace=config.score.trace)
-    tensors: dict[str, np.ndarray] = {}
-    likelihoods = []
-    # Names inside the file must differ; the index tells equal ids apart.
-    names = _distinct([name for name, _ in requests])
-    work = [(str(i), ids) for i, (_, ids) in enumerate(requests)]
     with tqdm(total=len(work), desc="scoring", unit="record", disable=None, file=sys.stderr) as bar:
         for score in scorer.run(work):
-            name = names[int(score.request_id)]
-            likelihoods.append(score.negative_log_likelihood())
-            if args.output is not None:
-                tensors[f"logits.{name}"] = score.logits
-                for kind in ("hidden", "topk", "experts"):
-                    layers = getattr(score, "selected" if kind == "topk" else kind)
-                    tensors.update({f"{kind}.{name}.{layer}": value for layer, value in layers.items()})
+            odd = np.flatnonzero(~np.isfinite(score.logits).all(axis=-1))
+            outcome: Score | str = score
+            if odd.size:
+                outcome = (
+                    f"the model's logits are not finite at {odd.size} of {len(score.logits)} positions, from {odd[0]}"
+                )
+            yield int(score.request_id), outcome
             bar.update()
-    if args.output is not None:
-        save_file(tensors, args.output)
+
+
+def _perplexity(likelihoods: list[np.ndarray]) -> tuple[float | None, str]:
+    """exp of the mean negative log-likelihood over all tokens, and how to print it. None where there is no token that
+    follows another, and where it exceeds a float (a mean over 709 nats)."""
     tokens = np.concatenate(likelihoods) if likelihoods else np.zeros(0)
-    perplexity = math.exp(tokens.mean()) if tokens.size else None
-    if args.json:
-        print(json.dumps({"requests": len(records), "perplexity": perplexity, "feed": config.score.feed}), flush=True)
-    else:
-        shown = "none (no token follows another)" if perplexity is None else f"{perplexity:.4f}"
-        print(f"{len(records)} records, {failed} failed, perplexity {shown}, feed {config.score.feed}")
-    return 1 if failed else 0
+    if not tokens.size:
+        return None, "none (no token follows another)"
+    mean = float(tokens.mean())
+    try:
+        value = math.exp(mean)
+    except OverflowError:
+        return None, f"too large for a number (exp of {mean:.1f} nats a token)"
+    return value, f"{value:.4f}"
+
+
+def _tensors(name: str, score: Score) -> dict[str, np.ndarray]:
+    """The score's arrays as the output file names them."""
+    traced = {"hidden": score.hidden, "topk": score.selected, "experts": score.experts}
+    tensors = {f"{kind}.{name}.{layer}": value for kind, layers in traced.items() for layer, value in layers.items()}
+    return {f"logits.{name}": score.logits, **tensors}
 
 
 def _records(config: Config, args: argparse.Namespace) -> list[Record]:
@@ -79,7 +123,7 @@ def _records(config: Config, args: argparse.Namespace) -> list[Record]:
     raise UserError("score: nothing to score; give --input, or generate.prompts in the config")
 
 
-def _token_ids(record: Record, encoder: PromptEncoder, config: Config, vocab_size: int) -> list[int]:
+def _token_ids(record: Record, encoder: PromptEncoder, config: Config, parts: EngineParts) -> list[int]:
     """The record's tokens. Raises UserError; sampling does not matter here and is not looked at."""
     if record.error is not None:
         raise RequestError(record.error)
@@ -90,23 +134,64 @@ def _token_ids(record: Record, encoder: PromptEncoder, config: Config, vocab_siz
         raise RequestError(
             f"prompt: has {len(ids)} tokens, more than engine.max_model_len = {config.engine.max_model_len}"
         )
-    check_token_ids("prompt_token_ids", ids, vocab_size)
+    held = min(parts.layout.num_blocks, parts.ladder.context_blocks[-1]) * parts.layout.block_size
+    if len(ids) > held:
+        raise RequestError(f"prompt: has {len(ids)} tokens, the caches hold {held}; raise engine.num_blocks")
+    check_token_ids("prompt_token_ids", ids, parts.model_config.vocab_size)
     return ids
 
 
-def _check_writable(path: Path) -> None:
-    """Before any work, not after: scoring may take hours."""
+def tensor_names(ids: list[str]) -> list[str]:
+    """A name for each id, no two equal: the first with an id has it as it is, later ones a suffix that makes a name
+    which is nobody's id. What UTF-8 cannot hold (half a surrogate pair) is escaped."""
+    plain = [identity.encode("utf-8", "backslashreplace").decode() for identity in ids]
+    taken, given, result = set(plain), set(), []
+    counts: Counter[str] = Counter()
+    for name in plain:
+        unique = name
+        while unique in given or (unique != name and unique in taken):
+            counts[name] += 1
+            unique = f"{name}.{counts[name]}"
+        given.add(unique)
+        result.append(unique)
+    return result
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raises UserError when `_save` could not put a file there. Before any work: scoring may take hours."""
     try:
-        with path.open("ab"):
-            pass
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFREG
+        if not stat.S_ISREG(mode):
+            raise UserError(f"output {path}: is not a regular file; a safetensors file is written as a whole")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        _aside(path).unlink()
     except OSError as error:
         raise UserError(f"output {path}: cannot be written: {error.strerror}") from error
 
 
-def _distinct(names: list[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        count = seen[name] = seen.get(name, -1) + 1
-        result.append(f"{name}.{count}" if count else name)
-    return result
+def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file under another name and renames it: a write that fails leaves the old file. A link stays
+    a link, a file keeps its mode and a new one gets the usual. Raises UserError when it cannot be written."""
+    try:
+        aside = _aside(path)
+        try:
+            # save_file makes files that only their owner may read.
+            mode = (path if path.exists() else aside).stat().st_mode
+            save_file(tensors, aside)
+            aside.chmod(stat.S_IMODE(mode))
+            aside.replace(path.resolve())
+        finally:
+            aside.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"output {path}: cannot be written: {error}") from error
+
+
+def _aside(path: Path) -> Path:
+    """A new, empty file beside the one that `path` leads to, with the mode of new files. Raises OSError."""
+    aside = path.resolve().parent / f".{secrets.token_hex(8)}.partial"
+    aside.touch(exist_ok=False)
+    return aside

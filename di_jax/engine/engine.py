@@ -17,7 +17,7 @@ from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.compile_counter import COMPILATIONS
 from di_jax.engine.metrics import StatusLine, StepReport
 from di_jax.engine.scheduler import DECODE, Batch, Scheduler
-from di_jax.engine.sequence import Request, RequestFailure, Sequence
+from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status
 from di_jax.engine.setup import EngineParts
 from di_jax.engine.step_plan import build_plan
 from di_jax.prompts import RequestError, check_token_ids
@@ -27,12 +27,14 @@ from di_jax.tokenizer import IncrementalDetokenizer
 logger = logging.getLogger(__name__)
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
+MODEL_ERROR, INTERRUPTED = "model_error", "interrupted"
 
 
 class Engine:
     """Continuous batching over one runner.
 
-    requests: unfinished ones by id. compiles_when_ready: the process's compilations when warm-up ended.
+    requests: unfinished ones by id. changes: steps, and endings of requests outside of steps, so far; as long as it
+    stays the same no request got on. compiles_when_ready: the process's compilations when warm-up ended.
     """
 
     def __init__(self, parts: EngineParts, config: EngineGroup) -> None:
@@ -47,7 +49,8 @@ class Engine:
         )
         self.requests: dict[str, Request] = {}
         self.status = StatusLine(config.log_interval)
-        self.num_steps = 0
+        self.num_steps = self.changes = 0
+        self._resets = parts.runner.resets
         self._ids = itertools.count()
         if config.warmup:
             parts.runner.warm_up(parts.ladder.buckets())
@@ -69,9 +72,9 @@ class Engine:
         request_id = str(next(self._ids)) if request_id is None else request_id
         if request_id in self.requests:
             raise RequestError(f"request {request_id!r} is running already; give another id")
-        room = self._check(prompt_ids, sampling)
+        ids, room = self._check(prompt_ids, sampling)
         seed = sampling.resolved_seed()
-        request = Request(request_id, list(prompt_ids), sampling, seed)
+        request = Request(request_id, ids, sampling, seed)
         request.sequences = [
             Sequence(
                 request_id,
@@ -92,17 +95,28 @@ class Engine:
         return request
 
     def step(self) -> StepReport | None:
-        """Runs one step and handles its tokens; None when there is nothing to do."""
+        """Runs one step and handles its tokens; None when there is nothing to do.
+
+        An error of the device, or an interrupt, goes on up. It costs every request in the caches its answer (`failure`
+        says why); requests that wait, and the engine itself, go on.
+        """
         began = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return None
-        lengths = [len(chunk.tokens) for chunk in batch.chunks]
-        bucket = self.parts.ladder.fit(batch.kind == DECODE, lengths, batch.context_blocks)
-        output = self.parts.runner.execute(build_plan(bucket, batch.chunks)).host()
-        now = time.perf_counter()
-        self.num_steps += 1
-        requests = self._handle(batch, output.token.tolist(), output.logprob.tolist(), now)
+        self.parts.runner.repair()
+        self._fail_lost(MODEL_ERROR, "its caches were lost when another step over them failed; ask again")
+        try:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return None
+            lengths = [len(chunk.tokens) for chunk in batch.chunks]
+            bucket = self.parts.ladder.fit(batch.kind == DECODE, lengths, batch.context_blocks)
+            output = self.parts.runner.execute(build_plan(bucket, batch.chunks)).host()
+            now = time.perf_counter()
+            self.num_steps += 1
+            self.changes += 1
+            requests = self._handle(batch, output.token.tolist(), output.logprob.tolist(), now)
+        except BaseException as error:
+            self._recover(error)
+            raise
         report = StepReport(
             batch.kind, bucket, len(lengths), sum(lengths), time.perf_counter() - began, list(requests.values())
         )
@@ -120,29 +134,49 @@ class Engine:
         finished ids are ignored."""
         request = self.requests.get(request_id)
         if request is not None:
+            self.changes += 1
             self._end(request, time.perf_counter())
 
-    def _check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> int:
-        """Tokens that the context leaves for the answer. Raises RequestError."""
+    def _recover(self, error: BaseException) -> None:
+        """After a step that did not come to its end. What it did to the caches and to `last_token` is unknown, on the
+        device or in the host's books, so neither is gone on with."""
+        if self.parts.runner.resets == self._resets:
+            self.parts.runner.reset()
+        if isinstance(error, Exception):
+            self._fail_lost(MODEL_ERROR, f"the step that computed it failed ({type(error).__name__}: {error})"[:500])
+        else:
+            self._fail_lost(INTERRUPTED, "the step that computed it was interrupted; ask again")
+
+    def _fail_lost(self, kind: str, message: str) -> None:
+        """Fails every request with a place in caches that were emptied since the last look."""
+        if self.parts.runner.resets == self._resets:
+            return
+        now = time.perf_counter()
+        for request in list(self.requests.values()):
+            states = [sequence.status for sequence in request.sequences]
+            if Status.PREFILL in states or Status.RUNNING in states or Status.WAITING not in states:
+                self.changes += 1
+                self._end(request, now, RequestFailure(kind, message))
+        self._resets = self.parts.runner.resets
+
+    def _check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> tuple[list[int], int]:
+        """The prompt as plain integers, and the tokens that the context leaves for the answer. Raises RequestError."""
         limit, vocabulary = self.config.max_model_len, self.parts.model_config.vocab_size
-        if not prompt_ids:
+        if not len(prompt_ids):  # not its truth: it may be an array
             raise RequestError("prompt: is empty; give at least one token")
         if len(prompt_ids) >= limit:
             raise RequestError(
                 f"prompt: has {len(prompt_ids)} tokens; engine.max_model_len = {limit} leaves room for {limit - 1} and "
                 "one token of answer: shorten the prompt or raise engine.max_model_len"
             )
-        for name, ids, low in (
-            ("prompt_token_ids", prompt_ids, 0),
-            ("sampling.stop_token_ids", sampling.stop_token_ids or (), 0),
-            ("sampling.forced_token_ids", sampling.forced_token_ids or (), -1),
-        ):
-            check_token_ids(name, ids, vocabulary, low)
+        ids = check_token_ids("prompt_token_ids", prompt_ids, vocabulary)
+        check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids or (), vocabulary)
+        check_token_ids("sampling.forced_token_ids", sampling.forced_token_ids or (), vocabulary, low=-1)
         room = limit - len(prompt_ids)
         unfit = self.scheduler.never_fits(len(prompt_ids) + min(sampling.max_tokens, room))
         if unfit:
             raise RequestError(unfit)
-        return room
+        return ids, room
 
     def _detokenizer(self, sampling: SamplingParams) -> IncrementalDetokenizer | None:
         if not sampling.detokenize:
@@ -164,7 +198,7 @@ class Engine:
             request = moved[sequence.request_id] = self.requests[sequence.request_id]
             if not math.isfinite(logprobs[i]):
                 what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
-                self._end(request, now, RequestFailure("model_error", what))
+                self._end(request, now, RequestFailure(MODEL_ERROR, what))
                 continue
             sequence.output_ids.append(tokens[i])
             sequence.logprobs.append(logprobs[i])
@@ -194,8 +228,11 @@ class Engine:
         return (LENGTH, None) if len(sequence.output_ids) >= sequence.max_tokens else None
 
     def _finish(self, sequence: Sequence, reason: str | None) -> None:
-        if sequence.detokenizer is not None:
-            sequence.detokenizer.flush()
+        if (detokenizer := sequence.detokenizer) is not None:
+            detokenizer.flush()
+            # The U+FFFD of a character that the last token left unfinished may complete a stop text.
+            if reason == LENGTH and detokenizer.stopped is not None:
+                reason, sequence.stop_reason = STOP, detokenizer.stopped
         self.scheduler.finish(sequence, reason)
 
     def _end(self, request: Request, now: float, failure: RequestFailure | None = None) -> None:

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -86,12 +86,17 @@ def step(
 
 
 class ModelRunner:
-    """Runs step plans. Owns the weights and the state; every step donates the state and replaces it."""
+    """Runs step plans. Owns the weights and the state; every step donates the state and replaces it.
+
+    resets: how often the state was emptied because a step did not finish. Whoever sees it change has to give up the
+    sequences that it had in the caches.
+    """
 
     def __init__(self, model: Transformer, layout: CacheLayout) -> None:
         self.layout = layout
         self.graph, self.params = nnx.split(model)
         self.state = layout.allocate()
+        self.resets = 0
         self._compiled: dict[tuple[Bucket, str], Any] = {}
         self._lock = threading.Lock()
 
@@ -115,23 +120,50 @@ class ModelRunner:
         return executable
 
     def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int = 2) -> None:
-        """Compiles every bucket ahead of time, in threads, with a progress bar."""
+        """Compiles every bucket ahead of time, in threads, with a progress bar.
+
+        An error or an interrupt drops what no thread has begun and is raised at once; XLA cannot be stopped inside a
+        compilation, so those in flight end in the background and keep the process until then.
+        """
         todo = [b for b in buckets if (b, outputs) not in self._compiled]
         if not todo:
             return
         previous = threading.stack_size(COMPILE_STACK_BYTES)
+        pool = ThreadPoolExecutor(workers)
         try:
-            with (
-                ThreadPoolExecutor(workers) as pool,
-                tqdm(total=len(todo), desc="compiling", unit="step", disable=None, file=sys.stderr) as bar,
-            ):
-                for _ in pool.map(lambda b: self.compiled(b, outputs), todo):
+            with tqdm(total=len(todo), desc="compiling", unit="step", disable=None, file=sys.stderr) as bar:
+                for future in as_completed([pool.submit(self.compiled, bucket, outputs) for bucket in todo]):
+                    future.result()
                     bar.update()
+        except BaseException:
+            logger.warning("warm-up was cut short: the steps in flight (%d at most) are compiled to the end", workers)
+            raise
         finally:
+            pool.shutdown(wait=False, cancel_futures=True)
             threading.stack_size(previous)
 
     def execute(self, plan: StepPlan, outputs: str = TOKENS) -> StepOutput:
-        """Launches a step and returns at once; its results are on device until `StepOutput.host`."""
+        """Launches a step and returns at once; its results are on device until `StepOutput.host`.
+
+        When it is cut short after the state was donated, the error goes on up and the state is empty (`resets`).
+        """
         executable = self.compiled(plan.bucket, outputs)
-        output, self.state = executable(self.params, self.state, np.ascontiguousarray(plan.buffer))
+        try:
+            output, self.state = executable(self.params, self.state, np.ascontiguousarray(plan.buffer))
+        except BaseException:
+            # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost.
+            self.repair()
+            raise
         return output
+
+    def repair(self) -> None:
+        """Empties the state if a step took it and gave none back."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            self.reset()
+
+    def reset(self) -> None:
+        """Empties the state. For when it may hold the result of a failed step; nothing in it survives."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()  # before the new ones are made: the device need not hold both
+        self.state = self.layout.allocate()
+        self.resets += 1

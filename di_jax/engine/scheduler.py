@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -82,10 +83,12 @@ class Scheduler:
         """Ends a sequence in any state and frees what it holds. reason: its finish_reason; None for a failed one."""
         if sequence.finished:
             return
-        if sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
+        # In neither when an interrupt cut its admission short.
+        with contextlib.suppress(ValueError):
+            if sequence.status is Status.WAITING:
+                self.waiting.remove(sequence)
+            else:
+                self.running.remove(sequence)
         self.blocks.free(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 

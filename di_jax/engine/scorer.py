@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
 from di_jax.engine.block_manager import BlockManager
-from di_jax.engine.runner import LOGITS, TRACE, StepOutput
+from di_jax.engine.runner import LOGITS, TRACE
 from di_jax.engine.sequence import Sequence
 from di_jax.engine.setup import EngineParts
 from di_jax.engine.step_plan import Bucket, Chunk, StepPlan, build_plan
@@ -30,12 +29,31 @@ class Score:
     selected: dict[int, np.ndarray]  # int32 [T, index_topk], index sources, ascending, -1 padded
     experts: dict[int, np.ndarray]  # int32 [T, k], best biased score first
 
+    @classmethod
+    def empty(cls, request_id: str, token_ids: list[int], vocab_size: int) -> Score:
+        """Without rows yet. They are kept in place: joined at the end, they would be held twice."""
+        return cls(request_id, token_ids, np.empty((len(token_ids), vocab_size), np.float32), {}, {}, {})
+
+    def keep(self, start: int, logits: np.ndarray) -> None:
+        """Copies the logits [n, V] of the rows from position `start`."""
+        self.logits[start : start + len(logits)] = logits
+
+    def keep_layer(self, kind: str, layer: int, start: int, rows: np.ndarray) -> None:
+        """Copies rows [n, ...] of `hidden`, `selected` or `experts` of a layer; streams become fp32."""
+        layers: dict[int, np.ndarray] = getattr(self, kind)
+        if layer not in layers:
+            dtype = np.float32 if kind == "hidden" else rows.dtype
+            layers[layer] = np.empty((len(self.token_ids), *rows.shape[1:]), dtype)
+        layers[layer][start : start + len(rows)] = rows
+
     def negative_log_likelihood(self) -> np.ndarray:
-        """fp64 [T - 1]: of each token but the first, given those before it."""
-        logits = self.logits[:-1].astype(np.float64)
-        peak = logits.max(axis=-1)
-        total = np.log(np.exp(logits - peak[:, None]).sum(axis=-1)) + peak
-        return total - np.take_along_axis(logits, np.asarray(self.token_ids[1:])[:, None], axis=-1)[:, 0]
+        """fp64 [T - 1]: of each token but the first, given those before it. A row at a time: V is large."""
+        result = np.empty(len(self.token_ids) - 1)
+        for t, token in enumerate(self.token_ids[1:]):
+            logits = self.logits[t].astype(np.float64)
+            peak = logits.max()
+            result[t] = np.log(np.exp(logits - peak).sum()) + peak - logits[token]
+        return result
 
 
 class Scorer:
@@ -55,25 +73,26 @@ class Scorer:
         greedy = SamplingParams(temperature=0.0)
         waiting = deque(Sequence(name, 0, ids, greedy, seed=0, max_tokens=0) for name, ids in requests)
         running: list[Sequence] = []
-        results: dict[str, list[tuple[StepPlan, int, StepOutput]]] = {}
+        scores: dict[str, Score] = {}
         while waiting or running:
             while waiting and self.blocks.can_allocate(waiting[0]):
                 sequence = waiting.popleft()
                 self.blocks.allocate(sequence)
                 running.append(sequence)
-                results[sequence.request_id] = []
+                scores[sequence.request_id] = Score.empty(
+                    sequence.request_id, sequence.prompt_ids, self.parts.model_config.vocab_size
+                )
             if not running:
                 name, need = waiting[0].request_id, self.blocks.blocks_of(len(waiting[0].prompt_ids))
                 raise ValueError(f"request {name}: needs {need} blocks of a pool of {self.blocks.num_blocks}")
             plan, members = self._plan(running)
-            output = self.parts.runner.execute(plan, TRACE if self.trace else LOGITS).host()
-            for i, sequence in enumerate(members):
-                results[sequence.request_id].append((plan, i, output))
-                sequence.num_computed += len(plan.chunks[i].tokens)
+            self._execute(plan, [scores[sequence.request_id] for sequence in members])
+            for sequence, chunk in zip(members, plan.chunks, strict=True):
+                sequence.num_computed += len(chunk.tokens)
             for sequence in [s for s in running if not s.remaining_prompt]:
                 self.blocks.free(sequence)
                 running.remove(sequence)
-                yield self._collect(sequence, results.pop(sequence.request_id))
+                yield scores.pop(sequence.request_id)
 
     def _plan(self, running: list[Sequence]) -> tuple[StepPlan, list[Sequence]]:
         """The next step: as many sequences as its largest bucket takes, each with its next tokens."""
@@ -94,23 +113,18 @@ class Scorer:
         context = max(self.blocks.blocks_of(c.start + len(c.tokens)) for c in chunks)
         return build_plan(ladder.fit(decode, [len(c.tokens) for c in chunks], context), chunks), members
 
-    def _collect(self, sequence: Sequence, steps: list[tuple[StepPlan, int, StepOutput]]) -> Score:
-        """Joins the rows that the steps computed for one sequence."""
-        config = self.parts.model_config
-
-        def joined(pieces: list[Any]) -> np.ndarray:
-            return np.concatenate([np.asarray(piece) for piece in pieces])
-
-        # Host copies of what a step with logits, or with a trace, surely returned.
-        rows: list[tuple[slice, Any]] = [(plan.rows_of(i), output) for plan, i, output in steps]
-        score = Score(sequence.request_id, sequence.prompt_ids, joined([o.logits[r] for r, o in rows]), {}, {}, {})
-        if not self.trace:
-            return score
-        for at, run in enumerate(config.layer_runs):
-            for member, plan in enumerate(run):
-                layers = [(r, o.trace[at]) for r, o in rows]
-                score.hidden[plan.layer] = joined([t.streams[member][r] for r, t in layers]).astype(np.float32)
-                score.experts[plan.layer] = joined([t.experts[member][r] for r, t in layers])
-                if plan.owns_index:
-                    score.selected[plan.layer] = joined([t.selected[member][r] for r, t in layers])
-        return score
+    def _execute(self, plan: StepPlan, scores: list[Score]) -> None:
+        """Runs a step and copies each member's rows out of it: the bucket's whole output, which has rows of padding and
+        of other requests, is let go here."""
+        output = self.parts.runner.execute(plan, TRACE if self.trace else LOGITS).host()
+        for i, (chunk, score) in enumerate(zip(plan.chunks, scores, strict=True)):
+            rows = plan.rows_of(i)
+            score.keep(chunk.start, np.asarray(output.logits)[rows])
+            if output.trace is None:
+                continue
+            for run, trace in zip(self.parts.model_config.layer_runs, output.trace, strict=True):
+                for at, layer in enumerate(run):
+                    score.keep_layer("hidden", layer.layer, chunk.start, np.asarray(trace.streams)[at][rows])
+                    score.keep_layer("experts", layer.layer, chunk.start, np.asarray(trace.experts)[at][rows])
+                    if layer.owns_index:
+                        score.keep_layer("selected", layer.layer, chunk.start, np.asarray(trace.selected)[at][rows])

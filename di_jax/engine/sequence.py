@@ -77,7 +77,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Why a request has no answer. type: invalid_request or model_error."""
+    """Why a request has no answer. type: invalid_request, model_error, or interrupted (the step that computed it)."""
 
     type: str
     message: str

@@ -61,11 +61,12 @@ def build_engine_parts(config: Config) -> EngineParts:
         quantize_activations=config.model.quantize_activations,
         wo_a_input=config.model.wo_a_input,
     )
+    ladder = build_ladder(config)  # what is wrong with its keys is said before the minutes that loading may take
     leaves = load_or_convert(folder, model_config, config.cache.weights_dir, None)
     kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
     model = assemble(model_config, numerics, leaves, tables, kernels)
     layout = size_caches(config, CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs))
-    return EngineParts(model_config, folder, tokenizer, ModelRunner(model, layout), build_ladder(config), layout)
+    return EngineParts(model_config, folder, tokenizer, ModelRunner(model, layout), ladder, layout)
 
 
 def blocks_per_sequence(config: Config) -> int:
@@ -80,7 +81,8 @@ def build_ladder(config: Config) -> BucketLadder:
         tile = Bucket(False, rows, 1).tile
         if rows % tile:
             raise ConfigError(f"engine.prefill_buckets: {rows} is not a multiple of its tile of {tile} rows")
-    context = engine.context_buckets and [-(-n // engine.block_size) for n in engine.context_buckets]
+    # Several may come to the same number of blocks: one program for them.
+    context = engine.context_buckets and sorted({-(-n // engine.block_size) for n in engine.context_buckets})
     return BucketLadder.derive(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,

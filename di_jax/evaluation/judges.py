@@ -41,6 +41,10 @@ Compare only the final answer of the response. Small differences in format or ro
 without a final answer is not correct. Reply with one line: "correct: yes" or "correct: no"."""
 
 
+class UndecidedError(EvaluationError):
+    """A judging model that was asked about one answer and gave no verdict; others may fare better."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """correct: the judgement. found: what was compared, None where the text held nothing to compare."""
@@ -89,15 +93,15 @@ def judge_choice(item: EvalItem, text: str) -> Verdict:
 
 
 def judge_json(item: EvalItem, text: str) -> Verdict:
+    try:
+        wanted = json.loads(item.answer)
+    except ValueError as error:
+        raise EvaluationError(f"item {item.id}: its answer is no JSON ({error}); judge it by another rule") from error
     found = final_text(text)
     try:
         value = json.loads(found)
     except (ValueError, RecursionError):
         return Verdict(False, None)
-    try:
-        wanted = json.loads(item.answer)
-    except ValueError as error:
-        raise EvaluationError(f"item {item.id}: its answer is no JSON ({error}); judge it by another rule") from error
     # As text, so that 1, 1.0 and true stay apart.
     return Verdict(_canonical(value) == _canonical(wanted), found)
 
@@ -114,7 +118,7 @@ RULES: dict[str, Judge] = {
 def judge_by_rule(item: EvalItem, text: str) -> Verdict:
     """By the rule that the item names (default exact). Raises EvaluationError for an unknown rule."""
     name = item.meta.get("judge", "exact")
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise EvaluationError(f"item {item.id}: unknown judge {name!r}; known are {', '.join(RULES)}")
     return RULES[name](item, text)
 
@@ -143,7 +147,8 @@ class EndpointJudge:
     """Asks a chat model whether an answer is right: POST {base_url}/chat/completions, as OpenAI defines it.
 
     key_file: a file whose first line is the key; None sends none. timeout: seconds of one try. tries: at 429, 5xx and
-    broken connections, with a growing pause. Raises EvaluationError naming the endpoint, never the key.
+    broken connections, with a growing pause. Raises EvaluationError naming the endpoint, never the key; UndecidedError
+    where the model answered, but with no verdict.
     """
 
     base_url: str
@@ -154,12 +159,19 @@ class EndpointJudge:
     pause: float = 1.0
     max_tokens: int = 4096
 
+    def check(self) -> None:
+        """Raises EvaluationError for a URL or a key file that cannot be used; asks nothing."""
+        if not self.base_url.startswith(("http://", "https://")):
+            raise EvaluationError(f"{self.base_url}: a judge's base_url starts with http:// or https://")
+        if self.key_file is not None:
+            self._key(self.key_file)
+
     def __call__(self, item: EvalItem, text: str) -> Verdict:
         prompt = JUDGE_PROMPT.format(question=item.question, response=final_text(text), answer=item.answer)
         said = final_text(self._ask(prompt))
         verdicts = re.findall(r"correct\W*\s*(yes|no)\b", said, flags=re.IGNORECASE)
         if not verdicts:
-            raise EvaluationError(
+            raise UndecidedError(
                 f"{self.base_url}: judge {self.model!r} said neither 'correct: yes' nor 'correct: no' about item "
                 f"{item.id} but {said[:80]!r}; use another model or more max_tokens"
             )
@@ -167,6 +179,7 @@ class EndpointJudge:
 
     def _ask(self, prompt: str) -> str:
         url = f"{self.base_url.rstrip('/')}/chat/completions"
+        self.check()
         headers = {"Content-Type": "application/json"}
         if self.key_file is not None:
             headers["Authorization"] = f"Bearer {self._key(self.key_file)}"
@@ -176,8 +189,6 @@ class EndpointJudge:
             "temperature": 0,
             "max_tokens": self.max_tokens,
         }
-        if not url.startswith(("http://", "https://")):
-            raise EvaluationError(f"{self.base_url}: a judge's base_url starts with http:// or https://")
         request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
         for attempt in range(1, self.tries + 1):
             try:

@@ -6,7 +6,10 @@ they are published (`load_aime`, `load_gpqa_diamond`, `load_hle`).
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from di_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 LETTERS = "ABCDEFGHIJ"
 AIME_PROMPT = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -50,6 +55,23 @@ class EvalItem:
         return "\n\n".join(str(m.get("content") or "") for m in self.messages or ())
 
 
+def load_task(name: str, path: str | Path) -> list[EvalItem]:
+    """Items of a task: `aime`, `gpqa_diamond` and `hle` in their published columns, other names as `load_items` has it.
+
+    Each item's `task` is the name. Raises EvaluationError naming file and line.
+    """
+    if name == "hle":
+        items, images = load_hle(path)
+        if images:
+            logger.warning("%s: %d questions with images are left out; only text is run here", path, images)
+        if not items:
+            raise EvaluationError(f"{path}: all of its {images} questions have images; only text is run here")
+        return items
+    if name in ("aime", "gpqa_diamond"):
+        return load_aime(path) if name == "aime" else load_gpqa_diamond(path)
+    return [dataclasses.replace(item, task=name) for item in load_items(path)]
+
+
 def load_items(path: str | Path) -> list[EvalItem]:
     """Items of a JSON-lines file of this project: objects with `id`, `task`, `answer`, `meta` and one kind of prompt.
 
@@ -58,38 +80,43 @@ def load_items(path: str | Path) -> list[EvalItem]:
     """
     items: list[EvalItem] = []
     seen: set[str] = set()
-    for where, record in _records(path):
-        name = str(_field(where, record, ("id",)))
-        if name in seen:
-            raise EvaluationError(f"{where}: id {name!r} occurs twice; ids tell answers apart")
-        seen.add(name)
-        given = {k: record[k] for k in ("prompt_token_ids", "messages", "prompt") if record.get(k) is not None}
-        if not given:
-            raise EvaluationError(f"{where}: needs prompt_token_ids, messages or prompt")
-        kind, content = next(iter(given.items()))
-        if kind == "prompt_token_ids" and not (content and _all(content, int)):
-            raise EvaluationError(f"{where}: prompt_token_ids must be a list of ids")
-        if kind == "messages" and not (content and _all(content, dict)):
-            raise EvaluationError(f"{where}: messages must be a list of objects")
-        if kind == "prompt" and not isinstance(content, str):
-            raise EvaluationError(f"{where}: prompt must be text")
-        meta = record.get("meta") or {}
-        if not isinstance(meta, dict):
-            raise EvaluationError(f"{where}: meta must be an object")
-        tools = record.get("tools") if kind == "messages" else None
-        items.append(
-            EvalItem(
-                name,
-                str(_field(where, record, ("task",))),
-                str(_field(where, record, ("answer",))),
-                prompt_token_ids=tuple(content) if kind == "prompt_token_ids" else None,
-                prompt=content if kind == "prompt" else None,
-                messages=tuple(content) if kind == "messages" else None,
-                tools=tuple(tools) if tools else None,
-                meta=meta,
-            )
-        )
+    for where, record in json_lines(path):
+        item = parse_item(where, record)
+        if item.id in seen:
+            raise EvaluationError(f"{where}: id {item.id!r} occurs twice; ids tell answers apart")
+        seen.add(item.id)
+        items.append(item)
     return items
+
+
+def parse_item(where: str, record: Mapping[str, Any]) -> EvalItem:
+    """One record of `load_items`; `where` ("file:line") begins its errors."""
+    given = {k: record[k] for k in ("prompt_token_ids", "messages", "prompt") if record.get(k) is not None}
+    if not given:
+        raise EvaluationError(f"{where}: needs prompt_token_ids, messages or prompt")
+    kind, content = next(iter(given.items()))
+    if kind == "prompt_token_ids" and not (content and _all(content, int)):
+        raise EvaluationError(f"{where}: prompt_token_ids must be a list of ids")
+    if kind == "messages" and not (content and _all(content, dict)):
+        raise EvaluationError(f"{where}: messages must be a list of objects")
+    if kind == "prompt" and not isinstance(content, str):
+        raise EvaluationError(f"{where}: prompt must be text")
+    meta = record.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise EvaluationError(f"{where}: meta must be an object")
+    tools = record.get("tools") if kind == "messages" else None
+    if tools and not _all(tools, dict):
+        raise EvaluationError(f"{where}: tools must be a list of objects")
+    return EvalItem(
+        str(_field(where, record, ("id",))),
+        str(_field(where, record, ("task",))),
+        str(_field(where, record, ("answer",))),
+        prompt_token_ids=tuple(content) if kind == "prompt_token_ids" else None,
+        prompt=content if kind == "prompt" else None,
+        messages=tuple(content) if kind == "messages" else None,
+        tools=tuple(tools) if tools else None,
+        meta=meta,
+    )
 
 
 def load_aime(path: str | Path) -> list[EvalItem]:
@@ -99,7 +126,7 @@ def load_aime(path: str | Path) -> list[EvalItem]:
     `ID`, `id` or `problem_idx`. Raises EvaluationError naming file and line.
     """
     items = []
-    for number, (where, record) in enumerate(_records(path)):
+    for number, (where, record) in enumerate(json_lines(path)):
         problem = _text(where, record, ("problem", "question"))
         answer = str(_field(where, record, ("answer",))).strip()
         # Some files write 025 or 25.0 for 25.
@@ -118,7 +145,7 @@ def load_gpqa_diamond(path: str | Path, seed: int = 0) -> list[EvalItem]:
     optionally `Record ID`, `High-level domain`, `Subdomain`. Raises EvaluationError naming file and line.
     """
     items = []
-    for number, (where, record) in enumerate(_records(path)):
+    for number, (where, record) in enumerate(json_lines(path)):
         question = _text(where, record, ("question", "problem"))
         right = _text(where, record, ("correct_answer",))
         choices = [right, *(_text(where, record, (f"incorrect_answer_{n}",)) for n in (1, 2, 3))]
@@ -144,7 +171,7 @@ def load_hle(path: str | Path) -> tuple[list[EvalItem], int]:
     EvaluationError naming file and line.
     """
     items, images = [], 0
-    for number, (where, record) in enumerate(_records(path)):
+    for number, (where, record) in enumerate(json_lines(path)):
         if _optional(record, ("image",), None):
             images += 1
             continue
@@ -169,7 +196,8 @@ def pass_at_1(verdicts: Mapping[str, Sequence[bool]]) -> float:
     for name, samples in verdicts.items():
         if not samples:
             raise EvaluationError(f"pass@1: item {name!r} has no samples; generate at least one")
-    return sum(sum(samples) / len(samples) for samples in verdicts.values()) / len(verdicts)
+    # fsum: the same number in whatever order the answers came.
+    return math.fsum(sum(samples) / len(samples) for samples in verdicts.values()) / len(verdicts)
 
 
 def _item(task: str, name: Any, number: int, prompt: str, answer: str, meta: Mapping[str, Any]) -> EvalItem:
@@ -178,8 +206,8 @@ def _item(task: str, name: Any, number: int, prompt: str, answer: str, meta: Map
     return EvalItem(identity, task, answer, messages=({"role": "user", "content": prompt},), meta=meta)
 
 
-def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", object) of every line that is not blank."""
+def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("file:line", object) of every line that is not blank. Raises EvaluationError naming file and line."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -67,7 +67,7 @@ def e2m1_value(code: Array) -> Array:
 
 def pack_e2m1(code: Array) -> Array:
     """Codes [..., d] -> bytes [..., d/2]; the even channel sits in the low nibble (checkpoint 6.3)."""
-    pairs = code.reshape(*code.shape[:-1], -1, 2)
+    pairs = code.reshape(*code.shape[:-1], code.shape[-1] // 2, 2)
     return (pairs[..., 0] | (pairs[..., 1] << 4)).astype(jnp.uint8)
 
 
@@ -75,12 +75,12 @@ def unpack_e2m1(packed: Array) -> Array:
     """Bytes [..., d/2] -> fp32 values [..., d]."""
     packed = packed.astype(jnp.int32)
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    return e2m1_value(codes).reshape(*packed.shape[:-1], -1)
+    return e2m1_value(codes).reshape(*packed.shape[:-1], 2 * packed.shape[-1])  # not -1: there may be no rows
 
 
 def _groups(x: Array, size: int) -> tuple[Array, Array]:
     """[..., d] -> fp32 groups [..., d/size, size] and their absolute maxima [..., d/size, 1]."""
-    g = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, size)
+    g = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // size, size)
     return g, jnp.max(jnp.abs(g), axis=-1, keepdims=True)
 
 
@@ -291,7 +291,8 @@ def expand_rows(values: Array, scale: Array | None, dtype: jnp.dtype) -> Array:
     if scale is None:
         return values.astype(dtype)
     factor = exp2_from_byte(scale).astype(dtype)
-    return (values.astype(dtype).reshape(*factor.shape, -1) * factor[..., None]).reshape(values.shape)
+    grouped = values.astype(dtype).reshape(*factor.shape, values.shape[-1] // factor.shape[-1])
+    return (grouped * factor[..., None]).reshape(values.shape)
 
 
 def matmul(x: Array, weight: Array, out_dtype: jnp.dtype) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import bucket_primes
 
-BUDGET_BYTES = 24 * 2**20  # of the exported checkpoint
+BUDGET_BYTES = 24_000_000  # of the exported checkpoint
 
 
 def config_json(vocab_size: int, compressed_vocab_size: int, noise_token_id: int) -> dict[str, Any]:

@@ -158,6 +158,8 @@ def test_file_shrunk_after_opening(copy: Path) -> None:
         struct.pack("<Q", 4) + b"[1] ",
         struct.pack("<Q", 12) + b'{"norm.w":3}',
         struct.pack("<Q", 9) + b'{"a":"\xff"}',
+        struct.pack("<Q", 5006) + b'{"a":' + b"1" * 5000 + b"}",
+        struct.pack("<Q", 200_000) + b"[" * 200_000,
     ],
 )
 def test_corrupt_header(copy: Path, header: bytes) -> None:
@@ -175,12 +177,23 @@ def test_corrupt_header(copy: Path, header: bytes) -> None:
         {"dtype": "BF17", "shape": [128], "data_offsets": [0, 256]},
         {"dtype": "BF16", "shape": [128], "data_offsets": [8, 264]},
         {"dtype": "BF16", "shape": [128]},
+        {"dtype": [], "shape": [128], "data_offsets": [0, 256]},
+        {"dtype": {}, "shape": [128], "data_offsets": [0, 256]},
+        {"dtype": None, "shape": "128", "data_offsets": "00"},
+        {"dtype": ["x" * 1000] * 1000, "shape": [128], "data_offsets": [0, 256]},
     ],
 )
 def test_corrupt_header_entry_names_the_tensor(copy: Path, entry: dict[str, object]) -> None:
     raw = json.dumps({"norm.weight": entry}).encode()
     (copy / SINGLE).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(264))
-    assert "'norm.weight'" in refusal(copy)
+    message = refusal(copy)
+    assert str(copy / SINGLE) in message and "'norm.weight'" in message and len(message) < 1000
+
+
+def test_a_header_entry_nested_too_deep_to_show(copy: Path) -> None:
+    raw = b'{"norm.weight":{"dtype":' + b"[" * 5000 + b"]" * 5000 + b"}}"
+    (copy / SINGLE).write_bytes(struct.pack("<Q", len(raw)) + raw)
+    assert f"{copy / SINGLE}: corrupt header" in refusal(copy)
 
 
 def test_stray_bytes_after_the_payload(copy: Path) -> None:

@@ -175,6 +175,14 @@ def test_an_unwritable_cache_is_logged_only(start: Start, tmp_path: Path, caplog
     assert "could not be written" in caplog.text
 
 
+def test_a_tilde_is_the_home(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    load_or_convert(copy, ModelConfig.from_file(copy), "~/weights", None)
+    assert [p.name[:8] for p in (tmp_path / "home" / "weights").iterdir()] == ["weights-"]
+    assert not (tmp_path / "~").exists()
+
+
 def test_no_cache_dir(tiny: Path, reads: list[str]) -> None:
     for _ in range(2):
         reads.clear()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import random
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file
 from di_jax.engine.compile_counter import COMPILATIONS
 from di_jax.engine.engine import Engine
 from di_jax.engine.metrics import StatusLine, StepReport
+from di_jax.engine.runner import StepOutput
 from di_jax.engine.scheduler import DECODE, PREFILL
 from di_jax.engine.sequence import Request, perplexity
 from di_jax.engine.step_plan import Bucket
@@ -227,6 +230,144 @@ def test_logits_that_are_not_finite_fail_their_request_alone(engine: Engine, mon
     assert len(answers[0]) == 8 and good.failure is None
     assert bad.failure is not None and bad.failure.type == "model_error" and "not finite" in bad.failure.message
     assert [s.finish_reason for s in bad.sequences] == [None, None]
+
+
+def break_step(engine: Engine, patch: pytest.MonkeyPatch, error: BaseException, *, after: int) -> None:
+    """The executable of the step after `after` good ones takes the state and raises, once."""
+    runner, count = engine.parts.runner, itertools.count()
+
+    def breaking(executable: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            result = executable(*arguments)
+            if next(count) == after:
+                raise error
+            return result
+
+        return call
+
+    for key, executable in list(runner._compiled.items()):
+        patch.setitem(runner._compiled, key, breaking(executable))
+
+
+FAILURES = [
+    (KeyboardInterrupt(), "interrupted", "was interrupted"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room"), "model_error", "RESOURCE_EXHAUSTED: no room"),
+]
+
+
+@pytest.mark.parametrize(("error", "kind", "words"), FAILURES, ids=["interrupt", "device"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_broken_step_fails_what_runs_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: str, words: str, after: int
+) -> None:
+    want = finish(engine, engine.add_request(ids(9, 3), GREEDY))
+    running = [engine.add_request(ids(9, seed), dataclasses.replace(GREEDY, n=2)) for seed in range(4)]
+    waiting = [engine.add_request(ids(9, seed), GREEDY) for seed in (3, 4)]
+    changes = engine.changes
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        break_step(engine, patch, error, after=after)
+        for _ in range(after + 1):
+            engine.step()
+    for request in running:
+        assert request.finished and request.failure is not None
+        assert request.failure.type == kind and words in request.failure.message
+        assert {s.finish_reason for s in request.sequences} == {None}
+    assert engine.changes == changes + after + len(running)
+    assert engine.blocks.num_free_slots == engine.blocks.num_slots
+    assert list(engine.requests.values()) == waiting
+    assert finish(engine, *waiting)[0] == want[0] and all(r.failure is None for r in waiting)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_result_that_does_not_come_empties_the_state(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The state was replaced by then, by the result of the broken step."""
+    want = finish(engine, engine.add_request(ids(9), GREEDY))
+    request = engine.add_request(ids(9), GREEDY)
+    engine.step()
+    old, resets = engine.parts.runner.state, engine.parts.runner.resets
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError(f"broken on the {place}")
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        if place == "device":
+            patch.setattr(StepOutput, "host", fail)
+        else:
+            patch.setattr(engine, "_handle", fail)
+        engine.step()
+    assert engine.parts.runner.resets == resets + 1
+    assert old.last_token.is_deleted() and not engine.parts.runner.state.last_token.is_deleted()
+    assert request.failure is not None and f"ZeroDivisionError: broken on the {place}" in request.failure.message
+    assert finish(engine, engine.add_request(ids(9), GREEDY)) == want
+
+
+def test_a_second_interrupt_while_recovering(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step finds what the recovery left undone."""
+    request = engine.add_request(ids(9), GREEDY)
+    late = [engine.add_request(ids(9, 1), dataclasses.replace(GREEDY, n=8)), engine.add_request(ids(9, 2), GREEDY)]
+    engine.step()
+
+    def again() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        break_step(engine, patch, KeyboardInterrupt(), after=0)
+        patch.setattr(engine.parts.runner.layout.__class__, "allocate", lambda layout: again())
+        engine.step()
+    assert engine.parts.runner.state.last_token.is_deleted() and not request.finished
+    assert engine.step() is not None
+    assert request.failure is not None and "its caches were lost" in request.failure.message
+    assert late[0].failure is not None and late[1].failure is None
+    finish(engine, late[1])
+
+
+def test_two_engines_over_one_runner_both_notice(llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Engine(engine.parts, llm.config.engine)
+    theirs = other.add_request(ids(9), GREEDY)
+    other.step()
+    engine.add_request(ids(9, 1), GREEDY)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        break_step(engine, patch, KeyboardInterrupt(), after=0)
+        engine.step()
+    assert other.step() is None
+    assert theirs.failure is not None and theirs.failure.type == "model_error"
+    assert_all_free(other)
+
+
+def test_numpy_integers_are_token_ids(engine: Engine) -> None:
+    plain = engine.add_request([5, 6, 7], GREEDY)
+    mixed = engine.add_request([np.int32(5), np.uint8(6), 7], GREEDY)
+    array = engine.add_request(np.array([5, 6, 7]), GREEDY)  # type: ignore[arg-type]
+    answers = finish(engine, plain, mixed, array)
+    assert answers[0] == answers[1] == answers[2]
+    assert all(type(i) is int for request in (mixed, array) for i in request.prompt_ids)
+    for bad in (np.True_, np.int64(512), np.float32(5), None):
+        with pytest.raises(RequestError, match=r"prompt_token_ids\[1\]: .* is not a token id of the model, 0 to 511"):
+            engine.add_request([5, bad], GREEDY)
+    with pytest.raises(RequestError, match="prompt: is empty"):
+        engine.add_request(np.array([], int), GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_stop_text_that_the_last_byte_completes(engine: Engine) -> None:
+    """A character left unfinished becomes U+FFFD at the end of the answer, and may be, or complete, a stop text."""
+    half = next(i for i in range(512) if engine.parts.tokenizer.token_bytes(i) == b"\xa1")
+    word = engine.parts.tokenizer.encode("a")
+
+    def answer(**fields: Any) -> tuple[str, str | None, str | int | None]:
+        sampling = SamplingParams(**{"temperature": 0, "max_tokens": 2, "ignore_eos": True, **fields})
+        request = engine.add_request([5], dataclasses.replace(sampling, forced_token_ids=(*word, half)))
+        finish(engine, request)
+        sequence = request.sequences[0]
+        return sequence.text, sequence.finish_reason, sequence.stop_reason
+
+    assert len(word) == 1
+    assert answer() == ("a\ufffd", "length", None)
+    assert answer(stop="\ufffd") == ("a", "stop", "\ufffd")
+    assert answer(stop="a\ufffd") == ("", "stop", "a\ufffd")
+    assert answer(stop="a\ufffd", include_stop_str_in_output=True) == ("a\ufffd", "stop", "a\ufffd")
+    assert answer(stop="a\ufffdb") == ("a\ufffd", "length", None)
 
 
 def test_metrics_count_what_happened(engine: Engine) -> None:

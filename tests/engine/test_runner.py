@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -206,6 +208,84 @@ def test_the_counter_counts_compilations_and_not_calls() -> None:
     twice(jnp.arange(9, dtype=jnp.float32))
     assert 1 <= after_calls - before <= 2, "the function, and the sum of the second argument"
     assert COMPILATIONS.count > after_calls, "another shape"
+
+
+class Compiling(ModelRunner):
+    """A stand-in that compiles nothing: `compile_one` is called instead, in the threads of warm_up."""
+
+    def __init__(self, compile_one: Callable[[int], None]) -> None:
+        self._compiled = {}
+        self.compile_one = compile_one
+
+    def compiled(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
+        self.compile_one(bucket.rows)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_warm_up_cut_short_waits_for_nobody(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    """It is raised while another compilation is in flight, and what had not begun never does."""
+    begun: list[int] = []
+    busy, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def compile_one(rows: int) -> None:
+        begun.append(rows)
+        if rows == 1:
+            assert busy.wait(30)
+            raise error
+        busy.set()
+        go_on.wait(30)
+        ended.set()
+
+    with pytest.raises(error), caplog.at_level("WARNING"):
+        Compiling(compile_one).warm_up([Bucket(True, rows, 1) for rows in range(1, 20)])
+    assert not ended.is_set()
+    assert "in flight (2 at most) are compiled to the end" in caplog.text
+    go_on.set()
+    assert ended.wait(30)
+    assert len(begun) <= 3  # the one that failed, and at most one begun by its thread before it was stopped
+
+
+def test_a_warm_up_that_is_not_cut_short_does_everything() -> None:
+    begun: list[int] = []
+    Compiling(begun.append).warm_up([Bucket(True, rows, 1) for rows in range(1, 20)])
+    assert sorted(begun) == list(range(1, 20))
+
+
+class Interrupt(BaseException):
+    """What Ctrl-C raises, told apart from a real one."""
+
+
+def test_a_step_cut_short_after_the_donation_leaves_an_empty_state(
+    small: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.execute(prompt_step(0, [5, 6, 7]), LOGITS)
+    executable, resets = small._compiled[PREFILL, LOGITS], small.resets
+
+    def cut_short(*arguments: Any) -> Any:
+        executable(*arguments)
+        raise Interrupt
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupt):
+        patch.setitem(small._compiled, (PREFILL, LOGITS), cut_short)
+        small.execute(prompt_step(1, [5, 6, 7]), LOGITS)
+    assert small.resets == resets + 1
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(small.state))
+    want = run(small, prompt_step(0, [5, 6, 7])).token[0]
+    assert int(small.state.last_token[0]) == want
+
+
+def test_a_step_cut_short_before_the_donation_leaves_the_state(
+    small: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, resets = int(run(small, prompt_step(0, [5, 6, 7])).token[0]), small.resets
+
+    def cut_short(*arguments: Any) -> Any:
+        raise Interrupt
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupt):
+        patch.setitem(small._compiled, (PREFILL, LOGITS), cut_short)
+        small.execute(prompt_step(1, [5, 6, 7]), LOGITS)
+    assert small.resets == resets and int(small.state.last_token[0]) == token
 
 
 def test_a_step_replaces_the_donated_state(small: ModelRunner) -> None:

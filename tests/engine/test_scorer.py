@@ -6,6 +6,7 @@ Against the model's own logits it is tested with the goldens (`test_golden_feeds
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from di_jax.model.config import LayerPlan
 from di_jax.model.quantization import CacheFormats
 from di_jax.model.transformer import LayerTrace
 
+MODEL = dataclasses.replace(TINY, vocab_size=4)
 LADDER = BucketLadder(prefill_rows=(32, 64), decode_rows=(1, 2), context_blocks=(1, 2))
 BLOCK = 16
 
@@ -34,8 +36,10 @@ class EchoRunner:
 
     plans: list[StepPlan] = dataclasses.field(default_factory=list)
     outputs: list[str] = dataclasses.field(default_factory=list)
+    returned: list[weakref.ref[np.ndarray]] = dataclasses.field(default_factory=list)  # arrays of earlier steps
 
     def execute(self, plan: StepPlan, outputs: str) -> StepOutput:
+        assert not any(array() is not None for array in self.returned), "an earlier step's whole output is still held"
         self.plans.append(plan)
         self.outputs.append(outputs)
         rows = np.full((plan.bucket.rows, 4), np.nan, np.float32)
@@ -43,7 +47,9 @@ class EchoRunner:
             position = chunk.start + np.arange(len(chunk.tokens))
             block = np.asarray(chunk.blocks)[position // BLOCK]
             rows[plan.rows_of(i)] = np.stack([chunk.tokens, position, np.full(len(position), chunk.slot), block], -1)
-        trace = [self._trace(rows, run) for run in TINY.layer_runs] if outputs == TRACE else None
+        trace = [self._trace(rows, run) for run in MODEL.layer_runs] if outputs == TRACE else None
+        arrays: list[Any] = [rows] + [a for t in trace or () for a in (t.streams, t.experts, t.selected)]
+        self.returned = [weakref.ref(a) for a in arrays if a is not None]
         nothing: Any = np.zeros(plan.bucket.sequences)
         return StepOutput(nothing, nothing, rows, trace)  # type: ignore[arg-type]
 
@@ -59,9 +65,9 @@ class EchoRunner:
 def make(
     feed: str = "whole", chunk: int = 7, *, num_blocks: int = 4, num_slots: int = 3, trace: bool = False
 ) -> Scorer:
-    layout = CacheLayout(TINY, CacheFormats.quantized(), num_blocks, num_slots, block_size=BLOCK)
+    layout = CacheLayout(MODEL, CacheFormats.quantized(), num_blocks, num_slots, block_size=BLOCK)
     runner: Any = EchoRunner()
-    parts = EngineParts(TINY, Path(), None, runner, LADDER, layout)  # type: ignore[arg-type]
+    parts = EngineParts(MODEL, Path(), None, runner, LADDER, layout)  # type: ignore[arg-type]
     return Scorer(parts, feed, chunk, trace=trace)
 
 
@@ -136,14 +142,25 @@ def test_the_context_bucket_follows_the_longest() -> None:
     assert [p.bucket.context_blocks for p in plans(scorer)] == [1, 2]
 
 
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_steps_output_is_not_held(trace: bool) -> None:
+    """Memory follows the rows scored, not steps times bucket rows; the runner asserts it at every step."""
+    scorer = make("chunked", 1, trace=trace)
+    (result,) = score(scorer, 20).values()
+    assert len(plans(scorer)) == 20 and {p.bucket.rows for p in plans(scorer)} == {32}
+    kept = [result.logits, *result.hidden.values(), *result.selected.values(), *result.experts.values()]
+    assert all(array.base is None and array.shape[0] == 20 for array in kept)
+    assert all(array() is None for array in scorer.parts.runner.returned)  # type: ignore[attr-defined]
+
+
 def test_trace_is_sorted_into_layers() -> None:
     """Runs of layers are taken apart: each layer number gets its own rows."""
     scorer = make("chunked", 5, trace=True)
     result = score(scorer, 12, 9)["1"]
     assert set(scorer.parts.runner.outputs) == {TRACE}  # type: ignore[attr-defined]
-    assert result.hidden.keys() == result.experts.keys() == set(range(TINY.num_hidden_layers))
-    assert result.selected.keys() == set(TINY.index_source_layer_ids)
-    for layer in range(TINY.num_hidden_layers):
+    assert result.hidden.keys() == result.experts.keys() == set(range(MODEL.num_hidden_layers))
+    assert result.selected.keys() == set(MODEL.index_source_layer_ids)
+    for layer in range(MODEL.num_hidden_layers):
         np.testing.assert_array_equal(result.hidden[layer][:, :, 0], result.logits + layer)
         assert (result.experts[layer] == layer).all()
     for layer, selected in result.selected.items():
@@ -178,3 +195,8 @@ def test_negative_log_likelihood() -> None:
     nll = Score("x", ids, logits, {}, {}, {}).negative_log_likelihood()
     assert nll.dtype == np.float64
     np.testing.assert_allclose(nll, expected, rtol=1e-9)
+
+
+def test_a_single_token_has_no_likelihood() -> None:
+    nll = Score("x", [3], np.zeros((1, 9), np.float32), {}, {}, {}).negative_log_likelihood()
+    assert nll.shape == (0,) and nll.dtype == np.float64

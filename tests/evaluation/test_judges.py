@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from di_jax.evaluation.judges import RULES, EndpointJudge, final_text, judge_by_rule, last_number
+from di_jax.evaluation.judges import RULES, EndpointJudge, UndecidedError, final_text, judge_by_rule, last_number
 from di_jax.evaluation.tasks import EvalItem, EvaluationError
+from judge_endpoint import Endpoint, serving
 
 
 def item(answer: str, judge: str = "exact") -> EvalItem:
@@ -84,44 +83,10 @@ def test_numbers() -> None:
     assert final_text("<think>x</think> y ") == "y"
 
 
-class Endpoint:
-    """A chat server on localhost that gives the answers it is told to, as (status, body)."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[int, bytes]] = []
-        self.requests: list[dict[str, Any]] = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                key = self.headers.get("Authorization")
-                endpoint.requests.append({"path": self.path, "body": body, "key": key})
-                status, answer = endpoint.answers.pop(0)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def says(self, *texts: str) -> None:
-        self.answers += [(200, json.dumps({"choices": [{"message": {"content": t}}]}).encode()) for t in texts]
-
-
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    with serving() as made:
+        yield made
 
 
 def test_the_endpoint_is_asked_and_understood(endpoint: Endpoint, tmp_path: Path) -> None:

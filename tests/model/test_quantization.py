@@ -277,3 +277,17 @@ def test_engram_rows_and_plain_weights() -> None:
     np.testing.assert_array_equal(np.asarray(mine, np.float64), rows.astype(np.float64) * factor)
     plain = jnp.asarray(generator.normal(size=(4, 6)), jnp.bfloat16)
     np.testing.assert_array_equal(expand_weight(plain, None, jnp.dtype(jnp.float32)), plain.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("codec", [Fp8Block(), Fp4Block(), Fp4Micro()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_no_rows_give_no_rows(codec: Codec, shape: tuple[int, ...]) -> None:
+    records = jnp.zeros((*shape, codec.record(64)), jnp.uint8)
+    assert codec.decode(records).shape == (*shape, 64)
+    assert codec.encode(jnp.zeros((*shape, 64))).shape == records.shape
+
+
+def test_no_rows_of_weights() -> None:
+    assert expand_weight(jnp.zeros((0, 16), jnp.uint8), jnp.zeros((0, 1), jnp.uint8), jnp.float32).shape == (0, 32)
+    rows = expand_rows(jnp.zeros((0, 64), jnp.float8_e4m3fn), jnp.zeros((0, 2), jnp.uint8), jnp.float32)
+    assert rows.shape == (0, 64)
