@@ -529,5 +529,5 @@ def test_the_files_of_eval_are_a_mapping(write: Any) -> None:
     assert (config.eval.files, config.eval.n, config.eval.tasks) == ({"b": "other.jsonl"}, 4, ("b",))
     assert load_config(path).eval.files == {"a": "a.jsonl", "b": "dir/b.jsonl"}
     assert Config.from_dict(yaml.safe_load(config.to_yaml())) == config
-    with pytest.raises(ConfigError, match="eval.files.b: eval.files is a key, not a group"):
+    with pytest.raises(ConfigError, match=r"eval\.files\.b: eval\.files is a key, not a group"):
         load_config(path, ["eval.files.b=other.jsonl"])

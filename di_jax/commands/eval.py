@@ -55,11 +55,17 @@ def run(config: Config, args: argparse.Namespace) -> int:
         except EvaluationError as error:
             advice = f"judge {args.dump} by --judge-only" if args.dump else "--dump would have kept the answers"
             raise EvaluationError(f"{error}; {advice}") from error
+    # In the config's order: samples are in that in which they were finished.
+    order = [*(config.eval.tasks or config.eval.files or ()), *scores]
+    scores = {task: scores[task] for task in dict.fromkeys(order) if task in scores}
     for line in report(scores, samples, config.eval):
         print_result(line)
     if args.json:
         tasks = {task: {"n": s.items, "score": s.score, "metric": METRIC} for task, s in scores.items()}
         print_result(json.dumps({"tasks": tasks}))
+    cut = sum(sample.finish_reason == "length" for sample in samples)
+    if cut:
+        logger.warning("%d of %d answers were cut off at their length; see sampling.max_tokens", cut, len(samples))
     failed = sum(score.failed for score in scores.values())
     if failed:
         logger.error("%d of %d samples failed and count as wrong", failed, len(samples))

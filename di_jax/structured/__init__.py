@@ -1,0 +1,1 @@
+"""Grammar compilation and matching; the only package that will import xgrammar."""

@@ -15,6 +15,7 @@ from di_jax.evaluation.tasks import (
     load_gpqa_diamond,
     load_hle,
     load_items,
+    load_task,
     pass_at_1,
 )
 
@@ -66,6 +67,7 @@ def test_items_of_every_kind(write: Write) -> None:
         ([{"id": "a", "task": "t", "answer": "x", "messages": "hi"}], "messages must be a list of objects"),
         ([{"id": "a", "task": "t", "answer": "x", "prompt": 3}], "prompt must be text"),
         ([{"id": "a", "task": "t", "answer": "x", "prompt": "p", "meta": 3}], "meta must be an object"),
+        ([{"id": "a", "task": "t", "answer": "x", "messages": [{}], "tools": 3}], "tools must be a list of objects"),
         ([{"id": "a", "task": "t", "answer": "x", "prompt": "p"}] * 2, r":2: id 'a' occurs twice"),
         ([], "holds no items"),
     ],
@@ -145,3 +147,15 @@ def test_pass_at_1_is_a_mean_of_means() -> None:
         pass_at_1({"a": []})
     with pytest.raises(EvaluationError, match="no items"):
         pass_at_1({})
+
+
+def test_tasks_have_their_loaders(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    own = write({"id": "a", "task": "other", "answer": "1", "prompt": "Say it"})
+    assert [(item.id, item.task) for item in load_task("mine", own)] == [("a", "mine")]
+    assert load_task("aime", write({"problem": "?", "answer": 7}))[0].answer == "7"
+    assert load_task("gpqa_diamond", write(GPQA))[0].meta["judge"] == "choice"
+    assert not caplog.text
+    assert [item.task for item in load_task("hle", write({**HLE, "image": "data:"}, HLE))] == ["hle"]
+    assert "items.jsonl: 1 questions with images are left out" in caplog.text
+    with pytest.raises(EvaluationError, match="all of its 1 questions have images"):
+        load_task("hle", write({**HLE, "image": "data:"}))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+from judge_endpoint import Endpoint, serving
 
 from di_jax.evaluation.judges import RULES, EndpointJudge, UndecidedError, final_text, judge_by_rule, last_number
 from di_jax.evaluation.tasks import EvalItem, EvaluationError
-from judge_endpoint import Endpoint, serving
 
 
 def item(answer: str, judge: str = "exact") -> EvalItem:
@@ -137,7 +136,7 @@ def test_answers_that_are_no_completion(endpoint: Endpoint, body: bytes) -> None
 
 def test_an_undecided_judge_is_an_error(endpoint: Endpoint) -> None:
     endpoint.says("Hard to say.")
-    with pytest.raises(EvaluationError, match=r"neither 'correct: yes' nor 'correct: no' about item i"):
+    with pytest.raises(UndecidedError, match=r"neither 'correct: yes' nor 'correct: no' about item i"):
         EndpointJudge(endpoint.url, "m")(item("a"), "a")
 
 
