@@ -253,7 +253,7 @@ def test_items_that_no_rule_can_judge_are_found_before_generating(evaluate: Eval
 def test_a_dump_that_is_full_is_one_line(evaluate: Evaluate) -> None:
     code, out, err = evaluate(StandIn(RIGHT_AND_WRONG), "--dump", "/dev/full")
     assert (code, out) == (2, "")
-    message = "error: dump /dev/full: cannot be written: No space left on device; the samples before are in it"
+    message = "error: dump /dev/full: cannot be written: No space left on device; the lines before are in it"
     assert err.splitlines()[-1] == message
 
 

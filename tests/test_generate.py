@@ -214,7 +214,7 @@ def test_an_output_that_is_full_is_one_line(
 ) -> None:
     assert command("--output", "/dev/full") == 2
     out, err = capsys.readouterr()
-    message = "error: output /dev/full: cannot be written: No space left on device; the records before are in it"
+    message = "error: output /dev/full: cannot be written: No space left on device; the lines before are in it"
     assert out == "" and err.splitlines()[-1] == message
     assert not llm.engine.requests and llm.engine.blocks.num_free_blocks == llm.engine.blocks.num_blocks
 

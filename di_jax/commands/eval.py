@@ -11,13 +11,12 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from di_jax.chat import ChatEncoder
+from di_jax.commands.lines import LineFile
 from di_jax.commands.records import print_result, refuse_input_as_output
 from di_jax.config import Config, EvalGroup
 from di_jax.errors import ConfigError, UserError
@@ -151,10 +150,15 @@ def _generate(config: Config, items: list[EvalItem], dump: Path | None) -> list[
             refuse_input_as_output(dump, _path(path))
     logger.info("%d items, %s; engine.replay.decoder is off in eval", len(items), _shown(_drawn(params)))
     samples = []
-    with Dump(dump) as file, load_model(config.with_values({"engine.replay.decoder": "off"})) as llm:
-        file.clear()
+    with contextlib.ExitStack() as stack:
+        file = None if dump is None else stack.enter_context(LineFile(dump, "dump"))
+        llm = stack.enter_context(load_model(config.with_values({"engine.replay.decoder": "off"})))
+        if file is not None:
+            file.clear()
         for sample in generate_samples(llm, items, params):
-            file.write(sample)
+            if file is not None:
+                # ASCII: a prompt may hold half a surrogate pair, which UTF-8 cannot.
+                file.write(json.dumps(sample.record()))
             samples.append(sample)
     return samples
 
@@ -202,44 +206,3 @@ def _drawn(params: SamplingParams) -> dict[str, Any]:
     # Through JSON: a sample that was just drawn equals the one that is read from a dump.
     drawn: dict[str, Any] = json.loads(json.dumps({name: getattr(params, name) for name in always} | changed))
     return drawn
-
-
-class Dump:
-    """The file of --dump, or nothing without a path. What it held is kept until `clear`, when the model is loaded.
-
-    Raises UserError when it cannot be opened or written.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.file: TextIO | None = None
-        if path is not None:
-            with self._explained("; give a file in a folder you own"):
-                self.file = path.open("a", encoding="utf-8")
-
-    def clear(self) -> None:
-        """Drops what a file held; a device or a pipe holds nothing."""
-        if self.file is not None and stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
-            self.file.truncate(0)
-
-    def write(self, sample: Sample) -> None:
-        if self.file is not None:
-            # ASCII: a prompt may hold half a surrogate pair, which UTF-8 cannot.
-            with self._explained("; the samples before are in it"):
-                print(json.dumps(sample.record()), file=self.file, flush=True)
-
-    def __enter__(self) -> Dump:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.file is not None:
-            # After a failed write closing fails once more; the first error is the one to report.
-            with self._explained() if error is None else contextlib.suppress(OSError):
-                self.file.close()
-
-    @contextlib.contextmanager
-    def _explained(self, advice: str = "") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"dump {self.path}: cannot be written: {error.strerror}{advice}") from error

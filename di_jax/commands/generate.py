@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
-import stat
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any
 
+from di_jax.commands.lines import LineFile
 from di_jax.commands.records import Record, print_result, read_records, records_of_texts, refuse_input_as_output
 from di_jax.config import Config
 from di_jax.errors import UserError
@@ -36,17 +35,22 @@ def run(config: Config, args: argparse.Namespace) -> int:
     if args.output is not None:
         refuse_input_as_output(args.output, args.input or config.generate.input)
     results: list[dict[str, Any]] = []
-    with _Destination(args.output) as destination:
+    with contextlib.nullcontext() if args.output is None else LineFile(args.output, "output") as output:
         if records:
             with LLM(config) as llm:
-                destination.clear()
+                if output is not None:
+                    output.clear()
                 began = time.perf_counter()
                 for result in _results(llm, records):
-                    destination.write(result)
+                    if output is None:
+                        print_result(_json_line(result, sys.stdout.encoding))
+                    else:
+                        output.write(_json_line(result, output.file.encoding))
                     results.append(result)
                 summary = _summary(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
         else:
-            destination.clear()
+            if output is not None:
+                output.clear()
             summary = _summary([], 0.0, 0)
     if not args.json and args.output is None:
         print(_readable(records, results, summary), file=sys.stderr)
@@ -65,49 +69,6 @@ def _records(config: Config, args: argparse.Namespace) -> list[Record]:
     if config.generate.prompts is not None:
         return records_of_texts(config.generate.prompts)
     raise UserError("generate: nothing to answer; give --input, --prompt, or generate.prompts in the config")
-
-
-class _Destination:
-    """Where the records go, each at once: a file, or stdout when there is no path.
-
-    Raises UserError when it cannot be opened or written.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.file: TextIO | None = None
-        if path is not None:
-            # To append: a file that is there keeps its content until `clear`.
-            with self._explained("; give a file in a folder you own"):
-                self.file = path.open("a", encoding="utf-8")
-
-    def clear(self) -> None:
-        """Drops what a file held; a device or a pipe holds nothing."""
-        if self.file is not None and stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
-            self.file.truncate(0)
-
-    def write(self, value: Any) -> None:
-        if self.file is None:
-            print_result(_json_line(value, sys.stdout.encoding))
-            return
-        with self._explained("; the records before are in it"):
-            print(_json_line(value, self.file.encoding), file=self.file, flush=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.file is not None:
-            # After a failed write closing fails once more; the first error is the one to report.
-            with self._explained() if error is None else contextlib.suppress(OSError):
-                self.file.close()
-
-    @contextlib.contextmanager
-    def _explained(self, advice: str = "") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"output {self.path}: cannot be written: {error.strerror}{advice}") from error
 
 
 def _results(llm: LLM, records: list[Record]) -> Iterator[dict[str, Any]]:
