@@ -67,6 +67,11 @@ def print_result(text: str) -> None:
         raise UserError(f"stdout: cannot be written: {error.strerror}") from error
 
 
+def printable(text: str) -> str:
+    """The text with half surrogate pairs spelled out: an id may hold one, which no stream can encode."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def parse_record(line: bytes, index: int, number: int) -> Record:
     """A line of a file, its `number` counted from 1. What is wrong with it becomes the record's error; its id is kept
     when it could be read, and is the record's index when it has none."""

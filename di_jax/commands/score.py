@@ -20,7 +20,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from di_jax.commands.records import Record, print_result, read_records, records_of_texts, refuse_input_as_output
+from di_jax.commands.records import (
+    Record,
+    print_result,
+    printable,
+    read_records,
+    records_of_texts,
+    refuse_input_as_output,
+)
 from di_jax.config import Config
 from di_jax.engine.scorer import Score, Scorer
 from di_jax.engine.setup import EngineParts, build_engine_parts
@@ -50,13 +57,13 @@ def run(config: Config, args: argparse.Namespace) -> int:
         names = tensor_names([record.id for record in records])
         for index, outcome in _outcomes(config, records):
             if isinstance(outcome, str):
-                logger.error("record %s: %s", records[index].id, outcome)
+                logger.error("record %s: %s", printable(records[index].id), outcome)
                 failed += 1
                 continue
             likelihoods.append(outcome.negative_log_likelihood())
             if args.output is not None:
                 if names[index] != records[index].id:
-                    logger.warning("record %s: its tensors are named %s", records[index].id, names[index])
+                    logger.warning("record %s: its tensors are named %s", printable(records[index].id), names[index])
                 tensors.update(_tensors(names[index], outcome))
     if args.output is not None:
         _save(tensors, args.output)
@@ -144,7 +151,7 @@ def _token_ids(record: Record, encoder: PromptEncoder, config: Config, parts: En
 def tensor_names(ids: list[str]) -> list[str]:
     """A name for each id, no two equal: the first with an id has it as it is, later ones a suffix that makes a name
     which is nobody's id. What UTF-8 cannot hold (half a surrogate pair) is escaped."""
-    plain = [identity.encode("utf-8", "backslashreplace").decode() for identity in ids]
+    plain = [printable(identity) for identity in ids]
     taken, given, result = set(plain), set(), []
     counts: Counter[str] = Counter()
     for name in plain:
