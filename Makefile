@@ -29,7 +29,7 @@ check: $(INSTALLED)
 # A python3.x on PATH may be a pyenv shim that runs nothing, and a distribution's may lack venv: hence the trial.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
-	  for candidate in python3.14 python3.13 python3.12 python3 "$$HOME"/.pyenv/versions/*/bin/python; do \
+	  for candidate in python3.14 python3.13 python3.12 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/python; do \
 	    if "$$candidate" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
 	      found=$$candidate; break; \
 	    fi; \

@@ -128,6 +128,7 @@ class ModelRunner:
         todo = [b for b in buckets if (b, outputs) not in self._compiled]
         if not todo:
             return
+        logger.info("compiling %d step shapes, %d at a time", len(todo), workers)
         previous = threading.stack_size(COMPILE_STACK_BYTES)
         pool = ThreadPoolExecutor(workers)
         try:
