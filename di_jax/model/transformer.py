@@ -116,21 +116,7 @@ class Transformer(nnx.Module):
         c = self.config
         tapped = c.dspark_target_layer_ids if taps else ()
         means: dict[int, Array] = {}
-        embedded = self.embed.weight[...][rows.token].astype(self.numerics.dtype)
-        memory: list[Array] = []
-        if self.ngram_hash is not None:
-            look, history = self.ngram_hash.lookback(rows, state.engram_history)
-            table_rows = self.ngram_hash(look)
-            state = state.replace(engram_history=history)
-            # Look-ups depend on ids only: they are issued before layer 0 and consumed where the layer needs them.
-            memory = [t(table_rows[g]) for g, t in enumerate(self.engram_tables)]
-        carry = Carry(
-            streams=jnp.repeat(embedded[:, None], c.hc_mult, axis=1),
-            pre=jnp.zeros((rows.num_rows, c.hc_mult), jnp.float32).at[:, 0].set(1.0),
-            state=state,
-            selected=None,
-            candidates=None,
-        )
+        carry, memory = self.begin(rows, state)
         cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
         traces: list[LayerTrace] = []
         for run in c.layer_runs:
@@ -153,6 +139,21 @@ class Transformer(nnx.Module):
         if not taps:
             return result
         return *result, jnp.concatenate([means[layer] for layer in tapped], axis=-1)
+
+    def begin(self, rows: Rows, state: EngineState) -> tuple[Carry, list[Array]]:
+        """What layer 0 gets, and the memory [T, columns * head_dim] of every Engram layer."""
+        hc = self.config.hc_mult
+        embedded = self.embed.weight[...][rows.token].astype(self.numerics.dtype)
+        memory: list[Array] = []
+        if self.ngram_hash is not None:
+            look, history = self.ngram_hash.lookback(rows, state.engram_history)
+            table_rows = self.ngram_hash(look)
+            state = state.replace(engram_history=history)
+            # Look-ups depend on ids only: they are issued before layer 0 and consumed where the layer needs them.
+            memory = [t(table_rows[g]) for g, t in enumerate(self.engram_tables)]
+        streams = jnp.repeat(embedded[:, None], hc, axis=1)
+        pre = jnp.zeros((rows.num_rows, hc), jnp.float32).at[:, 0].set(1.0)
+        return Carry(streams, pre, state, selected=None, candidates=None), memory
 
     def tap(self, streams: Array) -> Array:
         """Mean over the streams [T, hc, D] -> [T, D]: an fp32 sum, rounded once."""

@@ -66,21 +66,8 @@ def forward(model: Transformer, tokens: Array, stride: int, *, index_loss: bool 
     batch, length = tokens.shape
     rows = training_rows(tokens)
     layout = training_layout(c, model.numerics, batch, length)
-    state = layout.allocate()
     sample = (jnp.arange(batch)[:, None] * length + jnp.arange(stride - 1, length, stride)).reshape(-1)
-    memory = []
-    if model.ngram_hash is not None:
-        look, _ = model.ngram_hash.lookback(rows, state.engram_history)
-        table_rows = model.ngram_hash(look)
-        memory = [table(table_rows[g]) for g, table in enumerate(model.engram_tables)]
-    embedded = model.embed.weight[...][rows.token].astype(model.numerics.dtype)
-    carry = Carry(
-        streams=jnp.repeat(embedded[:, None], c.hc_mult, axis=1),
-        pre=jnp.zeros((rows.num_rows, c.hc_mult), jnp.float32).at[:, 0].set(1.0),
-        state=state,
-        selected=None,
-        candidates=None,
-    )
+    carry, memory = model.begin(rows, layout.allocate())
     cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
     graph, params = nnx.split(model)
     taps, loads, losses = [], [], []
