@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 
 from di_jax.config_schema import Group, assigned, check_ascending, dump_yaml, key, known, parse_yaml, show
 from di_jax.errors import ConfigError
+from di_jax.parallel.mesh import DeviceMesh
+from di_jax.platforms.accelerators import ACCELERATORS
 
 COMMANDS = ("generate", "serve", "score", "bench", "plan", "eval", "conformance")
 
@@ -41,8 +43,8 @@ class MeshGroup(Group):
     dp: int = key(1, low=1)  # data parallel ranks: each works on its own requests and pages
     cp: int = key(1, low=1)  # context parallel ranks: they share the prompt of one request
     ep: int = key(1, low=1)  # ranks that share the routed experts; reuses the ranks of dp and cp
-    simulate_devices: int = key(0, only=(0,))
-    rules: Mapping[str, Any] | None = key(None, only=(None,))
+    simulate_devices: int = key(0, low=0)  # virtual CPU devices of this process; 0: the real ones
+    rules: dict | None = None  # logical name: list of the axes d0, d1, c0, c1; null: the defaults
 
     @property
     def world(self) -> int:
@@ -51,17 +53,35 @@ class MeshGroup(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.world % self.ep:
-            world = f"{self.dp} x {self.cp} = {self.world}"
-            raise ConfigError(f"mesh.ep: {self.ep} does not divide mesh.dp x mesh.cp = {world}")
+        for name, axes in (self.rules or {}).items():
+            if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) for axis in axes):
+                raise ConfigError(f"mesh.rules.{name}: {show(axes)} is not a list of mesh axes")
+        _ = self.plan  # sizes and rules are checked there
+
+    @property
+    def plan(self) -> DeviceMesh:
+        """The mesh that this group describes."""
+        rules = tuple((name, tuple(axes)) for name, axes in (self.rules or {}).items())
+        return DeviceMesh(self.dp, self.cp, self.ep, rules)
 
 
 @dataclass(frozen=True)
 class DistributedGroup(Group):
     PATH: ClassVar[str] = "distributed"
-    coordinator: str | None = key(None, only=(None,))
-    num_processes: int | None = key(None, only=(None,))
-    process_id: int | None = key(None, only=(None,))
+    coordinator: str | None = None  # HOST:PORT of process 0, where it listens; null: from the launcher
+    num_processes: int | None = key(None, low=1)  # null: from the launcher, one without; 1: alone, whatever it says
+    process_id: int | None = key(None, low=0)  # from 0; null: from the launcher
+    timeout_s: float = key(1800.0, above=0)  # the longest that living processes may keep others waiting
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
+            raise ConfigError(f"distributed.coordinator: {show(self.coordinator)} is not HOST:PORT")
+        if None not in (self.num_processes, self.process_id) and self.process_id >= self.num_processes:  # type: ignore[operator]
+            raise ConfigError(
+                f"distributed.process_id: {self.process_id} is not one of distributed.num_processes = "
+                f"{self.num_processes}, counted from 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,7 @@ class EngineGroup(Group):
 
     PATH: ClassVar[str] = "engine"
     type: str = key("normal", only=("normal",))
-    policy: str = key("default", only=("default",))
+    policy: str = key("default", choices=("default", "deepinfer"))  # deepinfer: the released system's vote
     max_num_seqs: int = key(16, low=1)  # requests running at once
     max_num_batched_tokens: int = key(2048, low=1)  # tokens of one prefill step
     max_sum_context: int | None = key(None, only=(None,))
@@ -113,8 +133,8 @@ class EngineGroup(Group):
     watermark: float | None = key(None, only=(None,))
     max_waiting: int | None = key(None, only=(None,))
     deadline_s: float | None = key(None, only=(None,))
-    ttft_target_ms: float | None = key(None, only=(None,))
-    itl_target_ms: float | None = key(None, only=(None,))
+    ttft_target_ms: float | None = key(None, above=0)  # prompts give way to answers until this nears; null: never
+    itl_target_ms: float | None = key(None, above=0)  # answers wait no longer for prompts, or for one step; null: four
     state_cache_bytes: int = key(0, only=(0,))
     log_interval: int = key(10, low=0)  # seconds between two status lines; 0: none
 
@@ -137,6 +157,8 @@ class EngineGroup(Group):
                 f"engine.num_blocks: {held} cannot hold one request of engine.max_model_len = {self.max_model_len}; "
                 f"give at least {needed}"
             )
+        if self.policy != "default" and (self.ttft_target_ms or self.itl_target_ms):
+            raise ConfigError(f"engine.policy: {self.policy} knows no engine.ttft_target_ms and engine.itl_target_ms")
         for name, limit in (
             ("prefill_buckets", "max_num_batched_tokens"),
             ("decode_buckets", "max_num_seqs"),
@@ -156,14 +178,36 @@ class SpeculativeGroup(Group):
     confidence_temperatures: tuple[float, ...] | None = key(None, only=(None,))
 
 
+# What the presets of eplb.preset set (engine 7.1): redundant slots per rank, steps of the window, steps between two
+# rearrangements.
+EPLB_PRESETS: Mapping[str, Mapping[str, int]] = {
+    "none": {"extra_per_rank": 0, "window": 0, "interval": 0},
+    "prefill": {"extra_per_rank": 4, "window": 100, "interval": 1_000},
+    "decode": {"extra_per_rank": 1, "window": 1_000, "interval": 10_000},
+}
+
+
 @dataclass(frozen=True)
 class EplbGroup(Group):
+    """Expert-parallel load balancing. A key that is null takes the preset's value."""
+
     PATH: ClassVar[str] = "eplb"
-    preset: str = key("none", only=("none",))
-    window: int = key(0, only=(0,))
-    interval: int = key(0, only=(0,))
-    extra_per_rank: int = key(0, only=(0,))
-    force: str = key("none", only=("none",))
+    preset: str = key("none", choices=tuple(EPLB_PRESETS))
+    extra_per_rank: int | None = key(None, low=0)  # redundant expert slots of each expert rank
+    window: int | None = key(None, low=0)  # steps whose expert load the next rearrangement looks at
+    interval: int | None = key(None, low=0)  # steps between two rearrangements; 0: never
+    force: str = key("none", choices=("none", "balanced", "imbalanced"))  # routes by lot, for measurements
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        window, interval = self.value("window"), self.value("interval")
+        if interval and not 0 < window <= interval:
+            raise ConfigError(f"eplb.window: {window} must be at least 1 and at most eplb.interval = {interval}")
+
+    def value(self, name: str) -> int:
+        """extra_per_rank, window or interval: as set, else the preset's."""
+        own: int | None = getattr(self, name)
+        return EPLB_PRESETS[self.preset][name] if own is None else own
 
 
 @dataclass(frozen=True)
@@ -285,9 +329,21 @@ class BenchGroup(Group):
 
 
 @dataclass(frozen=True)
+class StorageGroup(Group):
+    PATH: ClassVar[str] = "plan.storage"
+    new_tokens_per_second: float = key(5000.0, low=0)  # prompt and answer tokens that enter the store, of the mesh
+    retention_days: float = key(3.0, above=0)
+    data_shards: int = key(10, low=1)  # erasure coding: shards of data and of parity
+    parity_shards: int = key(2, low=0)
+    server_bytes: float = key(246.3e12, above=0)  # raw capacity of one storage server
+    fill: float = key(0.8, above=0, high=1)  # share of it that is used
+
+
+@dataclass(frozen=True)
 class PlanGroup(Group):
     PATH: ClassVar[str] = "plan"
-    device: str = key("h200", only=("h200",))
+    device: str = key("h200", choices=tuple(ACCELERATORS))
+    storage: StorageGroup = StorageGroup()
 
 
 @dataclass(frozen=True)
@@ -339,6 +395,7 @@ class Config(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_simulated()
         if self.command != "bench":
             return
         length, limit = self.bench.prompt_len + self.bench.output_len, self.engine.max_model_len
@@ -348,6 +405,16 @@ class Config(Group):
         rows, limit = max(self.bench.batch_sizes), self.engine.max_num_seqs
         if rows > limit:
             raise ConfigError(f"bench.batch_sizes: {rows} requests at once exceed engine.max_num_seqs = {limit}")
+
+    def _check_simulated(self) -> None:
+        """Raises ConfigError for fewer simulated devices, of all processes together, than the mesh has ranks."""
+        mesh, processes = self.mesh, self.distributed.num_processes or 1
+        if 0 < mesh.simulate_devices * processes < mesh.world:
+            each = f" in each of distributed.num_processes = {processes}" if processes > 1 else ""
+            raise ConfigError(
+                f"mesh.simulate_devices: {mesh.simulate_devices}{each} is less than mesh.dp x mesh.cp = {mesh.dp} x "
+                f"{mesh.cp} = {mesh.world}"
+            )
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """This config with some keys changed, by dotted name: `config.with_values({"engine.max_num_seqs": 4})`."""

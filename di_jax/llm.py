@@ -8,16 +8,20 @@ with LLM("quickstart") as llm:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import math
 import sys
 import time
+import zlib
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from tqdm import tqdm
 
 from di_jax.config import Config, load_config
@@ -25,6 +29,7 @@ from di_jax.engine.engine import Engine
 from di_jax.engine.sequence import Request, RequestFailure
 from di_jax.engine.setup import build_engine_parts
 from di_jax.errors import UserError
+from di_jax.parallel.agreement import ProcessError
 from di_jax.prompts import PromptEncoder
 from di_jax.sampling_params import SamplingParams
 from di_jax.tokenizer import Tokenizer
@@ -74,7 +79,7 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class _Job:
-    """One prompt of a call: its request, or why there is none."""
+    """One prompt of a call: its request, or why there is none; of another process's, the output."""
 
     request_id: str
     index: int
@@ -82,6 +87,7 @@ class _Job:
     request: Request | None
     failure: RequestFailure | None = None
     told: int = 0  # tokens of its answers when it was last looked at
+    known: RequestOutput | None = None
 
     @property
     def finished(self) -> bool:
@@ -93,6 +99,8 @@ class _Job:
         return self.finished or self.told > before
 
     def output(self) -> RequestOutput:
+        if self.known is not None:
+            return self.known
         if self.request is None or self.request.failure is not None:
             failure = self.failure if self.request is None else self.request.failure
             assert failure is not None
@@ -118,6 +126,9 @@ class _Job:
 
 class LLM:
     """A loaded model and its engine. One thread at a time; a `stream` left open may be interleaved with other calls.
+
+    With several processes all make the same calls with the same prompts; each answers its share, and all get all
+    outputs, in the same order.
 
     config: the tree, or path or bare name of its YAML file. Loads the weights and, with engine.warmup, compiles every
     step. Raises UserError for a config or checkpoint that cannot be used.
@@ -174,7 +185,8 @@ class LLM:
         sampling_params: Sampling | Iterable[Sampling] | None = None,
     ) -> Generator[RequestOutput]:
         """Yields a prompt's output each time it has new tokens, cumulative (all text and ids so far) and with
-        `finished` on the last. Closing the iterator aborts what is unfinished and frees its blocks."""
+        `finished` on the last; those that another process answers only then. Closing the iterator aborts what is
+        unfinished and frees its blocks."""
         return self._streamed(self._pairs(prompts, sampling_params))
 
     def shutdown(self) -> None:
@@ -214,7 +226,7 @@ class LLM:
 
     def _finished(self, pairs: list[tuple[Prompt, Sampling]], use_tqdm: bool) -> Generator[RequestOutput]:
         began, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
-        disable = None if use_tqdm else True
+        disable = None if use_tqdm and self.engine.agreement.is_first else True
         with (
             contextlib.closing(self._drive(pairs)) as jobs,
             tqdm(total=len(pairs), desc="generating", unit="prompt", disable=disable, file=sys.stderr) as bar,
@@ -222,37 +234,45 @@ class LLM:
             for job in jobs:
                 if not job.finished:
                     continue
-                if job.request is not None:
-                    prompt_tokens += len(job.request.prompt_ids)
-                    output_tokens += job.request.num_output_tokens
+                output = job.output()
+                if output.error is None:
+                    prompt_tokens += len(output.prompt_token_ids)
+                    output_tokens += sum(len(answer.token_ids) for answer in output.outputs)
                     seconds = max(time.perf_counter() - began, 1e-9)
                     bar.set_postfix_str(
                         f"in {prompt_tokens / seconds:.0f} tok/s, out {output_tokens / seconds:.0f} tok/s"
                     )
                 bar.update()
-                yield job.output()
+                yield output
 
     def _drive(self, pairs: list[tuple[Prompt, Sampling]]) -> Generator[_Job]:
-        """Queues all prompts and steps the engine until they are finished, yielding each that got tokens or ended.
+        """Queues this process's prompts and steps the engine until all are finished, yielding each that got tokens or
+        ended.
 
         Between two of our steps the engine may have changed: another call stepped, someone aborted a request, an error
-        failed it. Only an engine that did nothing else is trusted to report what moved.
+        failed it. Only an engine that did nothing else is trusted to report what moved. With several processes it
+        steps all the same: whether it does must not depend on what only one of them knows.
         """
-        engine = self.engine
+        engine, alone = self.engine, self.engine.agreement.num_processes == 1
+        if not alone:
+            self._check_same(pairs)
         # Known before anything is queued, so that an interrupt at any moment leaves nothing behind in the engine.
         ids = [str(next(self._ids)) for _ in pairs]
         try:
-            jobs = [self._submit(ids[index], index, *pair) for index, pair in enumerate(pairs)]
+            jobs = [self._submit(ids[index], index, *pair) for index, pair in enumerate(pairs) if engine.serves(index)]
             open_jobs = {job.request_id: job for job in jobs if not job.finished}
-            yield from [job for job in jobs if job.finished]
-            seen = engine.changes
-            while open_jobs:
-                report = engine.step() if engine.changes == seen else None
+            ended, seen = [job for job in jobs if job.finished], engine.changes
+            while True:
+                ended, working = self._everyones(ended, bool(open_jobs))
+                yield from ended
+                if not working:
+                    break
+                report, ended = engine.step() if engine.changes == seen or not alone else None, []
                 if report is not None and engine.changes == seen + 1:
                     looked_at = [open_jobs[r.request_id] for r in report.requests if r.request_id in open_jobs]
                 else:
                     looked_at = list(open_jobs.values())
-                    if report is None and engine.changes == seen:
+                    if report is None and engine.changes == seen and open_jobs:
                         raise RuntimeError(f"the engine has nothing to do, requests {', '.join(open_jobs)} are open")
                 seen = engine.changes
                 for job in looked_at:
@@ -260,10 +280,35 @@ class LLM:
                         continue
                     if job.finished:
                         del open_jobs[job.request_id]
-                    yield job
+                        ended.append(job)
+                    else:
+                        yield job
         finally:
             for request_id in ids:
                 engine.abort(request_id)
+
+    def _everyones(self, ended: list[_Job], working: bool) -> tuple[list[_Job], bool]:
+        """The jobs that ended in any process, in the order of processes, and whether one has more. Collective."""
+        agreement = self.engine.agreement
+        if agreement.num_processes == 1:
+            return ended, working
+        own = {"working": working, "ended": [dataclasses.asdict(job.output()) for job in ended]}
+        everyone = [json.loads(told) for told in agreement.exchange(json.dumps(own).encode(), "finished requests")]
+        working = any(told["working"] for told in everyone)
+        if not working:
+            agreement.working(None)
+        return [_known_job(raw) for told in everyone for raw in told["ended"]], working
+
+    def _check_same(self, pairs: list[tuple[Prompt, Sampling]]) -> None:
+        """Raises ProcessError unless all processes were given the same prompts and sampling. Collective."""
+        own = np.array([len(pairs), zlib.crc32(repr(pairs).encode("utf-8", "replace"))], np.int64)
+        everyones = self.engine.agreement.gather(own, "the prompts")
+        for process, (count, _) in enumerate(everyones):
+            if (everyones[process] != everyones[0]).any():
+                raise ProcessError(
+                    f"process {process} was given other prompts or sampling ({count}) than process 0 "
+                    f"({everyones[0][0]}); give all the same"
+                )
 
     def _submit(self, request_id: str, index: int, prompt: Prompt, sampling: Sampling) -> _Job:
         """Queues one prompt; what is wrong with it becomes the job's failure."""
@@ -275,3 +320,9 @@ class LLM:
             return _Job(request_id, index, text, self.engine.add_request(ids, sampling, request_id))
         except UserError as error:
             return _Job(request_id, index, text, None, RequestFailure("invalid_request", str(error)))
+
+
+def _known_job(raw: dict[str, Any]) -> _Job:
+    """A job that ended, from the fields of its output."""
+    output = RequestOutput(**raw | {"outputs": [CompletionOutput(**answer) for answer in raw["outputs"]]})
+    return _Job(output.request_id, output.index, output.prompt, None, known=output)

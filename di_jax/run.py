@@ -20,12 +20,14 @@ from typing import NoReturn
 
 from di_jax.config import COMMANDS, load_config
 from di_jax.errors import UserError
+from di_jax.parallel.processes import ending_together
 
 # Commands that exist, and the options each takes beside --config, --set and --json.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "generate": ("input", "prompt", "output"),
     "score": ("input", "output"),
     "bench": ("output",),
+    "plan": ("output",),
     "eval": ("dump", "judge_only"),
 }
 
@@ -114,7 +116,10 @@ def _run(argv: Sequence[str] | None) -> int:
     for package in ("di_jax", "kernels_pallas"):
         logging.getLogger(package).setLevel(logging.INFO)
     print(f"# resolved config {config.digest()[:12]}\n{config.to_yaml()}", file=sys.stderr, flush=True)
-    return importlib.import_module(f"di_jax.commands.{config.command}").run(config, args)
+    command = importlib.import_module(f"di_jax.commands.{config.command}")
+    with ending_together():
+        code: int = command.run(config, args)
+    return code
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
+import jax
 import pytest
 
 from di_jax.config import Config
 
 if TYPE_CHECKING:
     from di_jax.llm import LLM
+
+# Meshes are tested on virtual devices; whatever asks for one device gets the first.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # No deadlines: a first example that compiles is not a failure.
 hypothesis.settings.register_profile("di_jax", deadline=None)

@@ -173,7 +173,7 @@ class Feeder:
 
     def _execute(self, decode: bool, chunks: list[Chunk]) -> tuple[StepPlan, StepOutput]:
         plan = build_plan(self.ladder.fit(decode, [len(c.tokens) for c in chunks], BLOCKS_PER_SEQUENCE), chunks)
-        return plan, self.runner.execute(plan, TRACE).host()
+        return plan, self.runner.execute([plan], TRACE).host()[0]
 
     def stored(self, layer: int, lane: Lane) -> tuple[np.ndarray, np.ndarray]:
         """What the pools hold of a lane for KV source `layer`: compressed KV and index keys, both [n, channels].

@@ -123,8 +123,6 @@ def test_the_features_to_come_are_off_only() -> None:
         "engine.replay.decoder",
         "engine.replay.encoder",
         "speculative.enabled",
-        "mesh.simulate_devices",
-        "mesh.rules",
         "sampling.top_p",
         "sampling.logprobs",
     }

@@ -216,7 +216,8 @@ def test_an_output_that_is_full_is_one_line(
     out, err = capsys.readouterr()
     message = "error: output /dev/full: cannot be written: No space left on device; the lines before are in it"
     assert out == "" and err.splitlines()[-1] == message
-    assert not llm.engine.requests and llm.engine.blocks.num_free_blocks == llm.engine.blocks.num_blocks
+    (ledger,) = llm.engine.scheduler.ledgers
+    assert not llm.engine.requests and ledger.num_free_blocks == ledger.num_blocks
 
 
 def test_an_output_that_fails_when_it_is_closed_is_no_success(
@@ -285,7 +286,8 @@ def test_records_before_an_interrupt_are_written(
     source.write_text("\n".join(map(json.dumps, lines)))
     assert command("--input", source, "--output", target) == 130
     assert [r["id"] for r in records(target.read_text())] == ["0"]
-    assert not llm.engine.requests and llm.engine.blocks.num_free_blocks == llm.engine.blocks.num_blocks
+    (ledger,) = llm.engine.scheduler.ledgers
+    assert not llm.engine.requests and ledger.num_free_blocks == ledger.num_blocks
 
 
 def test_lines_that_are_no_text() -> None:

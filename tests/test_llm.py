@@ -29,9 +29,9 @@ def nothing_is_held(llm: LLM) -> Any:
     """Every test leaves all blocks and slots free."""
     yield
     engine = llm.engine
-    engine.blocks.check()
-    assert engine.blocks.num_free_blocks == engine.blocks.num_blocks
-    assert engine.blocks.num_free_slots == engine.blocks.num_slots
+    engine.scheduler.ledgers[0].check()
+    assert engine.scheduler.ledgers[0].num_free_blocks == engine.scheduler.ledgers[0].num_blocks
+    assert engine.scheduler.ledgers[0].num_free_slots == engine.scheduler.ledgers[0].num_slots
     assert not engine.requests
 
 
@@ -187,10 +187,11 @@ def test_a_stream_grows_to_the_answer(llm: LLM) -> None:
 def test_a_closed_stream_aborts_the_rest_and_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream(["one", "two"] * 6, {"max_tokens": 200})
     next(stream)
-    held = llm.engine.blocks.num_blocks - llm.engine.blocks.num_free_blocks
+    held = llm.engine.scheduler.ledgers[0].num_blocks - llm.engine.scheduler.ledgers[0].num_free_blocks
     assert held > 0 and len(llm.engine.requests) == 12
     stream.close()
-    assert not llm.engine.requests and llm.engine.blocks.num_free_blocks == llm.engine.blocks.num_blocks
+    (ledger,) = llm.engine.scheduler.ledgers
+    assert not llm.engine.requests and ledger.num_free_blocks == ledger.num_blocks
     assert len(answer(llm.generate("one")[0])) == 8
 
 

@@ -28,9 +28,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from tqdm import tqdm
 
 from di_jax.checkpoint.loader import load_leaves
-from di_jax.checkpoint.mapping import leaf_specs
+from di_jax.checkpoint.mapping import LeafSpec, leaf_specs
 from di_jax.checkpoint.reader import INDEX_FILE, CheckpointReader, open_checkpoint
 from di_jax.model.config import ModelConfig
+from di_jax.parallel.mesh import ONE_DEVICE, Parallel
 
 # Raise whenever the mapping, a leaf's layout or the meaning of stored bytes changes: older entries are then not found.
 CONVERTER_VERSION = 1
@@ -46,6 +47,7 @@ def load_or_convert(
     config: ModelConfig,
     cache_dir: str | Path | None,
     shardings: Mapping[str, Sharding] | None,
+    parallel: Parallel = ONE_DEVICE,
 ) -> dict[str, jax.Array]:
     """The leaves of `load_leaves`, from the cache when it holds this checkpoint, else converted and stored there.
 
@@ -54,12 +56,13 @@ def load_or_convert(
     """
     with open_checkpoint(folder, config) as reader:
         if cache_dir is None:
-            return load_leaves(reader, config, shardings)
+            return load_leaves(reader, config, shardings, parallel=parallel)
         cache_dir = Path(os.path.expanduser(cache_dir)).absolute()
-        entry, aside = _agree(reader, cache_dir)
-        if (leaves := _try_restore(entry, config, shardings)) is not None:
+        specs = leaf_specs(config, parallel=parallel)
+        entry, aside = _agree(reader, cache_dir, specs)
+        if (leaves := _try_restore(entry, specs, shardings)) is not None:
             return leaves
-        leaves = load_leaves(reader, config, shardings)
+        leaves = load_leaves(reader, config, shardings, parallel=parallel)
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)  # fails here, not in a thread of Orbax
             _store(entry, aside, leaves)
@@ -71,9 +74,9 @@ def load_or_convert(
         return leaves
 
 
-def cache_key(reader: CheckpointReader) -> str:
-    """Hex key of the tree that this checkpoint loads to."""
-    digest = hashlib.sha256(f"{CONVERTER_VERSION}\n{reader.config!r}\n".encode())
+def cache_key(reader: CheckpointReader, specs: Mapping[str, LeafSpec]) -> str:
+    """Hex key of the tree of these leaves that the checkpoint loads to."""
+    digest = hashlib.sha256(f"{CONVERTER_VERSION}\n{reader.config!r}\n{specs!r}\n".encode())
     for name in ("config.json", INDEX_FILE):
         file = reader.folder / name
         digest.update(hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest())
@@ -83,10 +86,10 @@ def cache_key(reader: CheckpointReader) -> str:
     return digest.hexdigest()[:32]
 
 
-def _agree(reader: CheckpointReader, cache_dir: Path) -> tuple[Path, Path]:
+def _agree(reader: CheckpointReader, cache_dir: Path, specs: Mapping[str, LeafSpec]) -> tuple[Path, Path]:
     """(entry, folder to write a new one in), the same in all processes: Orbax calls are collective and modification
     times may differ between hosts, so process 0 decides."""
-    key, nonce = cache_key(reader), secrets.token_hex(4)
+    key, nonce = cache_key(reader, specs), secrets.token_hex(4)
     if jax.process_count() > 1:
         message = np.frombuffer(f"{key}{nonce}".encode(), np.uint8)
         text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(message)).astype(np.uint8)).decode()
@@ -149,14 +152,14 @@ def _checksums(entry: Path, files: Mapping[str, int], title: str) -> dict[str, i
 
 
 def _try_restore(
-    entry: Path, config: ModelConfig, shardings: Mapping[str, Sharding] | None
+    entry: Path, specs: Mapping[str, LeafSpec], shardings: Mapping[str, Sharding] | None
 ) -> dict[str, jax.Array] | None:
     """The entry's leaves; None when there is none or it is damaged, in which case it is removed."""
     problem = "incomplete or damaged files" if entry.exists() else ""
     leaves = None
     if _is_intact(entry):
         try:
-            leaves = _restore(entry, config, shardings)
+            leaves = _restore(entry, specs, shardings)
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged data
             problem = _first_line(error)
         if _everywhere(leaves is not None):
@@ -169,11 +172,13 @@ def _try_restore(
     return None
 
 
-def _restore(entry: Path, config: ModelConfig, shardings: Mapping[str, Sharding] | None) -> dict[str, jax.Array]:
+def _restore(
+    entry: Path, specs: Mapping[str, LeafSpec], shardings: Mapping[str, Sharding] | None
+) -> dict[str, jax.Array]:
     default = SingleDeviceSharding(jax.local_devices()[0])
     wanted = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings[path] if shardings else default)
-        for path, spec in leaf_specs(config).items()
+        for path, spec in specs.items()
     }
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(entry, _nest(wanted))

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from di_jax.checkpoint.mapping import LeafSpec, Sources, all_sources, leaf_specs
 from di_jax.checkpoint.reader import CheckpointReader
 from di_jax.model.config import ModelConfig
+from di_jax.parallel.mesh import ONE_DEVICE, Parallel
 
 # Two slabs and the runtime's staging copy of each stay under half of the 256 MB that loading may use; larger slabs do
 # not load faster (32 MB is over a millisecond of PCIe transfer, far above the cost of a launch).
@@ -69,6 +70,7 @@ def load_leaves(
     *,
     slab_bytes: int = SLAB_BYTES,
     draft: bool = False,
+    parallel: Parallel = ONE_DEVICE,
 ) -> dict[str, jax.Array]:
     """Every leaf of `mapping.leaf_specs` as a global array; of a multi-process mesh only local shards are read.
 
@@ -76,7 +78,8 @@ def load_leaves(
     memory beyond the device shards: at most four slabs. Raises CheckpointError (bad scale byte, file changed),
     ValueError for a leaf without sharding.
     """
-    specs, sources = leaf_specs(config, draft=draft), all_sources(config, draft=draft)
+    specs = leaf_specs(config, draft=draft, parallel=parallel)
+    sources = all_sources(config, draft=draft, parallel=parallel)
     if shardings is None:
         shardings = dict.fromkeys(specs, SingleDeviceSharding(jax.local_devices()[0]))
     if unplaced := [path for path in specs if path not in shardings]:
@@ -164,8 +167,10 @@ class _Leaf:
         """The box of the global leaf at corner `low`: a view of the file when it lies in one tensor, else gathered."""
         stack, box = self.stack_axes, tuple(slice(a, a + n) for a, n in zip(low, shape, strict=True))[self.stack_axes :]
         if math.prod(shape[:stack]) == 1:
-            view = self.reader.read(self.names[low[:stack]], box).reshape(shape)
-            return np.require(view, requirements=("C", "A"))
+            view = self.reader.read(self.names[low[:stack]], box)
+            if view.size < math.prod(shape):  # rows that pad the leaf to equal shards
+                view = np.pad(view, [(0, n - m) for n, m in zip(shape[stack:], view.shape, strict=True)])
+            return np.require(view.reshape(shape), requirements=("C", "A"))
         gathered = np.empty(shape, self.spec.dtype)
         for offset in np.ndindex(*shape[:stack]):
             position = tuple(a + b for a, b in zip(low[:stack], offset, strict=True))

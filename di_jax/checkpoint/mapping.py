@@ -6,11 +6,15 @@ few arguments. A leaf's dtype is the stored one. Paths are dotted; leading stack
     L backbone layers   S KV sources   P pooled KV sources (ratio > 1)   I index sources   G Engram layers   E experts
     M draft stages
 
+A mesh changes two kinds of leaves (`Parallel`): the expert axis has a slot for every redundant copy, and the rows of
+an Engram table are padded to equal shares.
+
 Draft tensors (`mtp.*`) become leaves `draft.*` when asked for; vision tensors have no leaf here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,6 +23,7 @@ import numpy as np
 
 from di_jax.checkpoint.inventory import STORED_DTYPES, expected_inventory
 from di_jax.model.config import ModelConfig
+from di_jax.parallel.mesh import ONE_DEVICE, Parallel, padded
 
 Sources = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -45,28 +50,41 @@ def leaf_sources(config: ModelConfig, path: str) -> list[tuple[tuple[int, ...], 
     return list(all_sources(config, draft=path.startswith("draft."))[path])
 
 
-def leaf_specs(config: ModelConfig, quantized: bool | None = None, *, draft: bool = False) -> dict[str, LeafSpec]:
+def leaf_specs(
+    config: ModelConfig,
+    quantized: bool | None = None,
+    *,
+    draft: bool = False,
+    parallel: Parallel = ONE_DEVICE,
+) -> dict[str, LeafSpec]:
     """Shape and dtype of every leaf. quantized False: bf16 weights, no `.scale` leaves; None: as the config says.
 
     draft: the leaves of the draft model as well.
     """
     quantized = config.quantization is not None if quantized is None else quantized
     inventory = expected_inventory(config, quantized)
+    row_parts = parallel.mesh.size("engram_rows")
     specs = {}
-    for path, sources in _all_sources(config, quantized, draft).items():
+    for path, sources in _all_sources(config, quantized, draft, parallel.extra_experts).items():
         tensor = inventory[sources[0][1]]
-        stack = tuple(n + 1 for n in sources[-1][0])
-        specs[path] = LeafSpec((*stack, *tensor.shape), STORED_DTYPES[tensor.dtype])
+        shape = (*(n + 1 for n in sources[-1][0]), *tensor.shape)
+        if path.startswith("engram_tables."):
+            shape = (padded(shape[0], row_parts), *shape[1:])
+        specs[path] = LeafSpec(shape, STORED_DTYPES[tensor.dtype])
     return specs
 
 
-def all_sources(config: ModelConfig, *, draft: bool = False) -> MappingProxyType[str, Sources]:
+def all_sources(
+    config: ModelConfig, *, draft: bool = False, parallel: Parallel = ONE_DEVICE
+) -> MappingProxyType[str, Sources]:
     """Every leaf's sources, in tree order, stack positions ascending; with `draft` those of the draft model last."""
-    return _all_sources(config, config.quantization is not None, draft)
+    return _all_sources(config, config.quantization is not None, draft, parallel.extra_experts)
 
 
 @lru_cache(maxsize=4)  # 92,000 names for the released model: built once per config, not once per leaf
-def _all_sources(config: ModelConfig, quantized: bool, draft: bool) -> MappingProxyType[str, Sources]:
+def _all_sources(
+    config: ModelConfig, quantized: bool, draft: bool, extra_experts: int
+) -> MappingProxyType[str, Sources]:
     tree = _Tree(quantized)
     for name in ("embed.weight", "head.weight", "norm.weight"):
         tree.single(name, name)
@@ -75,7 +93,9 @@ def _all_sources(config: ModelConfig, quantized: bool, draft: bool) -> MappingPr
     index_sources = [f"layers.{n}.attn." for n in config.index_source_layer_ids]
     engrams = [f"layers.{n}.engram." for n in config.engram_layer_ids]
 
-    tree.blocks("layers", layers, config.n_routed_experts)
+    # Redundant slots start as copies of experts 0, 1, 2, ... (engine 7.1).
+    slots = [slot % config.n_routed_experts for slot in range(config.n_routed_experts + extra_experts)]
+    tree.blocks("layers", layers, slots)
 
     for name in ("wkv", "norm"):
         tree.stack(f"compressors.{name}.weight", kv_sources, f"compressor.{name}.weight")
@@ -101,7 +121,7 @@ def _all_sources(config: ModelConfig, quantized: bool, draft: bool) -> MappingPr
 def _add_draft(tree: _Tree, config: ModelConfig) -> None:
     """What the stages share lies in the first stage's tensors, the ends of the network in the last one's."""
     stages = [f"mtp.{n}." for n in range(config.num_nextn_predict_layers)]
-    tree.blocks("draft.stages", stages, config.dspark_n_routed_experts)
+    tree.blocks("draft.stages", stages, range(config.dspark_n_routed_experts))
     for part in tree.parts:
         tree.single(f"draft.main_proj.{part}", f"{stages[0]}main_proj.{part}")
     tree.single("draft.main_norm.weight", f"{stages[0]}main_norm.weight")
@@ -119,8 +139,8 @@ class _Tree:
     def single(self, path: str, name: str) -> None:
         self.leaves[path] = (((), name),)
 
-    def blocks(self, path: str, prefixes: list[str], experts: int) -> None:
-        """What every backbone layer and every draft stage has."""
+    def blocks(self, path: str, prefixes: list[str], experts: Sequence[int]) -> None:
+        """What every backbone layer and every draft stage has. experts: of each slot."""
         for name in _BLOCK_PLAIN:
             self.stack(f"{path}.{name}", prefixes, name)
         for site in ("attn", "ffn"):
@@ -140,10 +160,10 @@ class _Tree:
         for part in self.parts:
             self.stack(f"{path}.{part}", prefixes, f"{stem}.{part}")
 
-    def expert_stack(self, path: str, prefixes: list[str], experts: int, stem: str) -> None:
+    def expert_stack(self, path: str, prefixes: list[str], experts: Sequence[int], stem: str) -> None:
         for part in self.parts:
             self.leaves[f"{path}.{part}"] = tuple(
-                ((n, e), f"{prefix}ffn.experts.{e}.{stem}.{part}")
+                ((n, slot), f"{prefix}ffn.experts.{e}.{stem}.{part}")
                 for n, prefix in enumerate(prefixes)
-                for e in range(experts)
+                for slot, e in enumerate(experts)
             )

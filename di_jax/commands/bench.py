@@ -29,6 +29,7 @@ from di_jax.engine.metrics import StepReport
 from di_jax.engine.scheduler import DECODE, PREFILL
 from di_jax.engine.setup import build_engine_parts
 from di_jax.errors import UserError
+from di_jax.parallel import processes
 from di_jax.platforms.devices import configure_jax, require_devices
 from di_jax.sampling_params import SamplingParams
 
@@ -66,6 +67,8 @@ def run(config: Config, args: argparse.Namespace) -> int:
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
         "roofline": {"note": NOTE, "copy_bytes_per_s": peaks.bytes_per_s, "matmul_flops_per_s": peaks.flops_per_s},
     }
+    if not processes.current().is_first:
+        return 0  # of several processes the first one reports; its rows count the tokens of all
     print_result(table(rows))
     if output is not None:
         committed = {**result, "command": _command(args), "date": today, "rows": history + rows}
@@ -94,12 +97,10 @@ def measure_batch(engine: Engine, bench: BenchGroup, batch: int, peaks: Peaks, b
 def _answer(engine: Engine, prompts: list[list[int]], output_len: int) -> list[StepReport]:
     """The steps that answer all prompts with exactly `output_len` tokens each."""
     sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+    requests = [engine.add_request(prompt, sampling) for index, prompt in enumerate(prompts) if engine.serves(index)]
     steps = []
     try:
-        while engine.has_unfinished:
-            report = engine.step()
-            assert report is not None
+        while (report := engine.step()) is not None:
             steps.append(report)
     finally:
         for request in requests:

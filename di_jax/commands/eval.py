@@ -23,6 +23,7 @@ from di_jax.errors import ConfigError, UserError
 from di_jax.evaluation.judges import EndpointJudge, Judge, judge_by_rule
 from di_jax.evaluation.samples import METRIC, THINK, Sample, TaskScore, read_samples, score_samples
 from di_jax.evaluation.tasks import EvalItem, EvaluationError, load_task
+from di_jax.parallel import processes
 from di_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def run(config: Config, args: argparse.Namespace) -> int:
         require_devices(config)
         judge = judge_of(config.eval)
         samples = _generate(config, items_of(config.eval), args.dump)
+        if not processes.current().is_first:
+            return 0  # of several processes the first one judges and reports
         try:
             scores = score_samples(samples, judge)
         except EvaluationError as error:
@@ -151,6 +154,8 @@ def _generate(config: Config, items: list[EvalItem], dump: Path | None) -> list[
     logger.info("%d items, %s; engine.replay.decoder is off in eval", len(items), _shown(_drawn(params)))
     samples = []
     with contextlib.ExitStack() as stack:
+        if not processes.current().is_first:
+            dump = None
         file = None if dump is None else stack.enter_context(LineFile(dump, "dump"))
         llm = stack.enter_context(load_model(config.with_values({"engine.replay.decoder": "off"})))
         if file is not None:

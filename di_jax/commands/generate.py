@@ -17,6 +17,7 @@ from di_jax.commands.records import Record, print_result, read_records, records_
 from di_jax.config import Config
 from di_jax.errors import UserError
 from di_jax.llm import LLM, RequestOutput
+from di_jax.parallel import processes
 from di_jax.platforms.devices import configure_jax, require_devices
 
 INVALID = "invalid_request"
@@ -27,34 +28,35 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
     Returns 1 when some failed, else 0. Raises UserError for devices, files, config or checkpoint that cannot be used.
     Input and output are opened before the model is loaded, and what the output held is dropped after. Without records
-    no model is loaded.
+    no model is loaded. Of several processes, which all read the input, the first one writes.
     """
     configure_jax(config)
     require_devices(config)
     records = _records(config, args)
+    writes = processes.current().is_first
     if args.output is not None:
         refuse_input_as_output(args.output, args.input or config.generate.input)
     results: list[dict[str, Any]] = []
-    with contextlib.nullcontext() if args.output is None else LineFile(args.output, "output") as output:
+    with LineFile(args.output, "output") if writes and args.output is not None else contextlib.nullcontext() as output:
         if records:
             with LLM(config) as llm:
                 if output is not None:
                     output.clear()
                 began = time.perf_counter()
                 for result in _results(llm, records):
-                    if output is None:
-                        print_result(_json_line(result, sys.stdout.encoding))
-                    else:
+                    if output is not None:
                         output.write(_json_line(result, output.file.encoding))
+                    elif writes:
+                        print_result(_json_line(result, sys.stdout.encoding))
                     results.append(result)
                 summary = _summary(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
         else:
             if output is not None:
                 output.clear()
             summary = _summary([], 0.0, 0)
-    if not args.json and args.output is None:
+    if writes and not args.json and args.output is None:
         print(_readable(records, results, summary), file=sys.stderr)
-    if args.json:
+    if writes and args.json:
         print_result(json.dumps(summary))
     return 1 if summary["failed"] else 0
 

@@ -1,8 +1,9 @@
-"""The least time a step of the model could take on this device, from what it must read and multiply.
+"""The least time a step of the model could take on a device, from what it must read and multiply.
 
 Lower bounds, so that a fraction of the roofline is never flattered: each weight is read once a step in its stored
 format (only the experts and table rows that the tokens can touch), each cache entry once a sequence, activations not
-at all. Bandwidth and matmul rate are measured on the device at hand, for no data sheet lists every one.
+at all. `bench` measures bandwidth and matmul rate on the device at hand, for no data sheet lists every one; `plan` has
+those of the data sheets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from di_jax.model.cache import CacheLayout
+from di_jax.parallel.mesh import DeviceMesh
 
+ONE_DEVICE = DeviceMesh()
 NOTE = (
     "fraction = least time / measured time; least time = max(bytes / copy bandwidth, flops / matmul rate), both rates "
     "measured on this device; bytes = stored weights once a step (experts and table rows that the tokens can reach), "
@@ -27,25 +30,37 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Peaks:
-    """Measured rates of one device: bytes read plus written by a copy, and multiply-add flops of a large matmul."""
+    """Rates of one device: bytes read plus written by a copy, and multiply-add flops of a large matmul.
+
+    quantized_flops_per_s: of products whose operands are both 8-bit; None: no faster than others.
+    """
 
     bytes_per_s: float
     flops_per_s: float
+    quantized_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step cannot do without."""
+    """What one step cannot do without on one device. quantized_flops: those of `flops` with fp8 or fp4 weights."""
 
     bytes: float
     flops: float
+    quantized_flops: float = 0.0
+
+    def memory_seconds(self, peaks: Peaks) -> float:
+        return self.bytes / peaks.bytes_per_s
+
+    def compute_seconds(self, peaks: Peaks) -> float:
+        quantized = self.quantized_flops / (peaks.quantized_flops_per_s or peaks.flops_per_s)
+        return (self.flops - self.quantized_flops) / peaks.flops_per_s + quantized
 
     def seconds(self, peaks: Peaks) -> float:
-        return max(self.bytes / peaks.bytes_per_s, self.flops / peaks.flops_per_s)
+        return max(self.memory_seconds(peaks), self.compute_seconds(peaks))
 
     def bound(self, peaks: Peaks) -> str:
         """memory or compute: which of the two takes longer."""
-        return "memory" if self.bytes / peaks.bytes_per_s >= self.flops / peaks.flops_per_s else "compute"
+        return "memory" if self.memory_seconds(peaks) >= self.compute_seconds(peaks) else "compute"
 
 
 def step_cost(
@@ -55,30 +70,38 @@ def step_cost(
     tokens: int,
     sequences: int,
     context: float,
+    mesh: DeviceMesh = ONE_DEVICE,
 ) -> StepCost:
-    """The cost of a step that feeds `tokens` tokens of `sequences` sequences, with `context` positions before a token
-    on average. leaves: weights by path, as stored (checkpoint.mapping)."""
+    """The cost, on one device of a mesh, of a step in which each device feeds `tokens` tokens of `sequences` sequences
+    of its own, with `context` positions before a token on average.
+
+    leaves: weights of the whole mesh by path, as stored (checkpoint.mapping). The rows of the ranks that share the
+    experts are taken to spread evenly over them.
+    """
     c = layout.config
-    touched = min(c.n_routed_experts, tokens * c.num_experts_per_tok) / c.n_routed_experts
-    total_bytes = flops = 0.0
+    total_bytes = flops = quantized_flops = 0.0
     for path, leaf in leaves.items():
         size = leaf.size * leaf.dtype.itemsize
         elements = leaf.size * (2 if path.startswith("layers.ffn.experts.") and leaf.dtype == jnp.uint8 else 1)
         is_matrix = leaf.ndim >= 2 and not path.endswith((".scale", ".bias", ".bias_vl"))
+        product = 2 * tokens * elements if is_matrix else 0.0
         if path.startswith("embed."):
             total_bytes += tokens * size / leaf.shape[0]
-        elif path.startswith("engram_tables."):
+            continue
+        if path.startswith("engram_tables."):
             total_bytes += tokens * c.engram_columns * size / leaf.shape[0]
-        elif path.startswith("layers.ffn.experts."):
-            total_bytes += touched * size
-            if is_matrix:
-                flops += 2 * tokens * elements * c.num_experts_per_tok / c.n_routed_experts
+            continue
+        if path.startswith("layers.ffn.experts."):
+            slots, ranks = leaf.shape[1], mesh.size("expert")
+            total_bytes += min(1.0, tokens * ranks * c.num_experts_per_tok / slots) * size / ranks
+            product *= c.num_experts_per_tok / slots
         else:
             total_bytes += size
-            if is_matrix:
-                flops += 2 * (sequences if path.startswith("head.") else tokens) * elements
+            product *= sequences / tokens if path.startswith("head.") else 1
+        flops += product
+        quantized_flops += product if leaf.dtype.itemsize == 1 else 0.0
     cache = _cache_cost(layout, context)
-    return StepCost(total_bytes + sequences * cache.bytes, flops + tokens * cache.flops)
+    return StepCost(total_bytes + sequences * cache.bytes, flops + tokens * cache.flops, quantized_flops)
 
 
 def _cache_cost(layout: CacheLayout, context: float) -> StepCost:

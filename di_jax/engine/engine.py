@@ -12,14 +12,20 @@ import math
 import time
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
 from di_jax.config import EngineGroup
-from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.compile_counter import COMPILATIONS
+from di_jax.engine.expert_balancer import ExpertBalancer
 from di_jax.engine.metrics import StatusLine, StepReport
-from di_jax.engine.scheduler import DECODE, Batch, Scheduler
+from di_jax.engine.runner import StepOutput
+from di_jax.engine.scheduler import DECODE, PREFILL, Batch, Scheduler, data_ranks, rank_plans
 from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status
 from di_jax.engine.setup import EngineParts
-from di_jax.engine.step_plan import build_plan
+from di_jax.engine.step_plan import Bucket
+from di_jax.engine.step_policy import Demand, demand_of, make_policy
+from di_jax.parallel import processes
+from di_jax.parallel.agreement import reason_of
 from di_jax.prompts import RequestError, check_token_ids
 from di_jax.sampling_params import SamplingParams, choice_seed
 from di_jax.tokenizer import IncrementalDetokenizer
@@ -31,7 +37,8 @@ MODEL_ERROR, INTERRUPTED = "model_error", "interrupted"
 
 
 class Engine:
-    """Continuous batching over one runner.
+    """Continuous batching over one runner. With several processes each has an engine, schedules the ranks that it
+    hosts, and steps when the others do, until nobody has work.
 
     requests: unfinished ones by id. changes: steps, and endings of requests outside of steps, so far; as long as it
     stays the same no request got on. compiles_when_ready: the process's compilations when warm-up ended.
@@ -40,13 +47,19 @@ class Engine:
     def __init__(self, parts: EngineParts, config: EngineGroup) -> None:
         self.parts, self.config = parts, config
         layout = parts.layout
-        self.blocks = BlockManager(layout.num_blocks, layout.num_slots, layout.block_size)
         self.scheduler = Scheduler(
-            self.blocks,
+            data_ranks(parts.runner.local_ranks, parts.ladder.cp, layout),
             parts.ladder,
-            max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self.policy = make_policy(config.policy, config.ttft_target_ms, config.itl_target_ms)
+        self.agreement = processes.current()
+        self._owners = processes.data_rank_owners(parts.runner.mesh, parts.runner.plan)
+        self._prefill_ms = 0.0
+        self.balancer: ExpertBalancer | None = None
+        if parts.runner.parallel.balanced:
+            experts = parts.model_config.n_routed_experts
+            self.balancer = ExpertBalancer(parts.runner, parts.eplb, experts, self.agreement.sum)
         self.requests: dict[str, Request] = {}
         self.status = StatusLine(config.log_interval)
         self.num_steps = self.changes = 0
@@ -54,11 +67,19 @@ class Engine:
         self._ids = itertools.count()
         if config.warmup:
             parts.runner.warm_up(parts.ladder.buckets())
+            if self.balancer is not None:
+                self.balancer.warm_up()
         self.compiles_when_ready = COMPILATIONS.count
+        self.agreement.working(None)
 
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_work
+
+    def serves(self, index: int) -> bool:
+        """Whether request number `index` of a list that every process has is for this one: it goes to the process of
+        data-parallel rank index mod dp."""
+        return self._owners[index % len(self._owners)] == self.agreement.process_id
 
     @property
     def compiles_after_warmup(self) -> int:
@@ -95,7 +116,7 @@ class Engine:
         return request
 
     def step(self) -> StepReport | None:
-        """Runs one step and handles its tokens; None when there is nothing to do.
+        """Runs one step and handles its tokens; None when there is nothing to do, in any process. Collective.
 
         An error of the device, or an interrupt, goes on up. It costs every request in the caches its answer (`failure`
         says why); requests that wait, and the engine itself, go on.
@@ -104,28 +125,39 @@ class Engine:
         self.parts.runner.repair()
         self._fail_lost(MODEL_ERROR, "its caches were lost when another step over them failed; ask again")
         try:
-            batch = self.scheduler.schedule()
-            if batch is None:
+            kind = self._choose_kind(began)
+            if kind is None:
                 return None
-            lengths = [len(chunk.tokens) for chunk in batch.chunks]
-            bucket = self.parts.ladder.fit(batch.kind == DECODE, lengths, batch.context_blocks)
-            output = self.parts.runner.execute(build_plan(bucket, batch.chunks)).host()
+            batch = self.scheduler.schedule(kind)
+            bucket, num_sequences, num_tokens = self._choose_bucket(batch)
+            outputs = self.parts.runner.execute(rank_plans(bucket, batch, self.parts.runner.local_ranks)).host()
             now = time.perf_counter()
             self.num_steps += 1
             self.changes += 1
-            requests = self._handle(batch, output.token.tolist(), output.logprob.tolist(), now)
+            requests = self._handle(batch, outputs, now)
+            if self.balancer is not None:
+                self.balancer.after_step(outputs)
         except BaseException as error:
             self._recover(error)
             raise
         report = StepReport(
-            batch.kind, bucket, len(lengths), sum(lengths), time.perf_counter() - began, list(requests.values())
+            kind,
+            bucket,
+            num_sequences,
+            num_tokens,
+            time.perf_counter() - began,
+            list(requests.values()),
+            None if self.balancer is None else self.balancer.moe_lb,
         )
+        if kind == PREFILL:
+            self._prefill_ms = 1e3 * report.seconds
+        ledgers = self.scheduler.ledgers
         self.status.observe(
             report,
             len(self.scheduler.running),
             len(self.scheduler.waiting),
-            self.blocks.num_free_blocks,
-            self.blocks.num_blocks,
+            sum(ledger.num_free_blocks for ledger in ledgers),
+            sum(ledger.num_blocks for ledger in ledgers),
         )
         return report
 
@@ -137,9 +169,32 @@ class Engine:
             self.changes += 1
             self._end(request, time.perf_counter())
 
+    def _choose_kind(self, now: float) -> str | None:
+        """PREFILL, DECODE, or None when no process has work: the same in all of them."""
+
+        def waited_ms(sequence: Sequence) -> float:
+            return 1e3 * (now - self.requests[sequence.request_id].arrived)
+
+        own = demand_of(self.scheduler, waited_ms, self._prefill_ms)
+        demands = self.agreement.gather(own.numbers(), "the kind of a step")
+        kind = self.policy.choose([Demand.from_numbers(row) for row in demands])
+        self.agreement.working(None if kind is None else f"step {self.num_steps}, {kind}")
+        return kind
+
+    def _choose_bucket(self, batch: Batch) -> tuple[Bucket, int, int]:
+        """The smallest bucket that holds the batches of all processes, and how many sequences and tokens they have."""
+        own = np.array([*self.scheduler.need(batch), len(batch.work), batch.num_tokens], np.int32)
+        everyones = self.agreement.gather(own, "the bucket of a step")
+        rows, context = everyones[:, :2].max(axis=0).tolist()
+        num_sequences, num_tokens = everyones[:, 2:].sum(axis=0).tolist()
+        bucket = self.parts.ladder.bucket(batch.kind == DECODE, rows, context)
+        self.agreement.working(f"step {self.num_steps}, {batch.kind}, {rows} rows and {context} blocks of context")
+        return bucket, num_sequences, num_tokens
+
     def _recover(self, error: BaseException) -> None:
         """After a step that did not come to its end. What it did to the caches and to `last_token` is unknown, on the
-        device or in the host's books, so neither is gone on with."""
+        device or in the host's books, so neither is gone on with. Other processes may wait for this one: they end."""
+        self.agreement.fail(reason_of(error))
         if self.parts.runner.resets == self._resets:
             self.parts.runner.reset()
         if isinstance(error, Exception):
@@ -188,23 +243,32 @@ class Engine:
             skip_special_tokens=sampling.skip_special_tokens,
         )
 
-    def _handle(self, batch: Batch, tokens: list[int], logprobs: list[float], now: float) -> dict[str, Request]:
-        """Books a step that ran: caches grown, tokens appended, stops tested. Returns the requests it moved."""
+    def _handle(self, batch: Batch, outputs: list[StepOutput], now: float) -> dict[str, Request]:
+        """Books a step that ran: caches grown, tokens appended, stops tested. Returns the requests it moved.
+
+        outputs: of each of this process's ranks.
+        """
+        of_rank = {
+            rank: (output.token.tolist(), output.logprob.tolist())
+            for rank, output in zip(self.parts.runner.local_ranks, outputs, strict=True)
+        }
         self.scheduler.computed(batch)
         moved: dict[str, Request] = {}
-        for i, (chunk, sequence) in enumerate(zip(batch.chunks, batch.sequences, strict=True)):
-            if not chunk.sample or sequence.finished:
+        for rank, place, work in batch.results():
+            sequence = work.sequence
+            if not work.chunk.sample or sequence.finished:
                 continue
+            token, logprob = (values[place] for values in of_rank[rank])
             request = moved[sequence.request_id] = self.requests[sequence.request_id]
-            if not math.isfinite(logprobs[i]):
+            if not math.isfinite(logprob):
                 what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
                 self._end(request, now, RequestFailure(MODEL_ERROR, what))
                 continue
-            sequence.output_ids.append(tokens[i])
-            sequence.logprobs.append(logprobs[i])
+            sequence.output_ids.append(token)
+            sequence.logprobs.append(logprob)
             sequence.decode_steps += batch.kind == DECODE
             request.first_token = now if request.first_token is None else request.first_token
-            if (ending := self._ending(sequence, tokens[i])) is not None:
+            if (ending := self._ending(sequence, token)) is not None:
                 reason, sequence.stop_reason = ending
                 self._finish(sequence, reason)
             if all(s.finished for s in request.sequences):

@@ -16,9 +16,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """One executed step. num_tokens: tokens fed; seconds: from planning to the last token handled on the host.
+    """One executed step. num_sequences, num_tokens: fed, in all processes; seconds: from planning to the last token
+    handled on the host.
 
-    requests: those that got a token, or ended, in this step.
+    requests: those that got a token, or ended, in this step. moe_lb: rows of the busiest expert rank over those of the
+    mean one, in the last 128 steps counted; None without EPLB.
     """
 
     kind: str  # scheduler.PREFILL or DECODE
@@ -27,6 +29,7 @@ class StepReport:
     num_tokens: int
     seconds: float
     requests: list[Request]
+    moe_lb: float | None = None
 
 
 class StatusLine:
@@ -48,13 +51,14 @@ class StatusLine:
             return
         seconds = now - self._since
         logger.info(
-            "prefill %.0f tok/s, decode %.0f tok/s, %d running, %d waiting, %d of %d blocks free",
+            "prefill %.0f tok/s, decode %.0f tok/s, %d running, %d waiting, %d of %d blocks free%s",
             self._prefilled / seconds,
             self._decoded / seconds,
             running,
             waiting,
             free_blocks,
             num_blocks,
+            "" if report.moe_lb is None else f", moe_lb {report.moe_lb:.3f}",
         )
         self.restart()
 

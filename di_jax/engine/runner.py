@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -15,14 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from di_jax.engine.sampler import sample
 from di_jax.engine.step_plan import Bucket, StepPlan
 from di_jax.model.cache import CacheLayout, EngineState
+from di_jax.model.moe import slot_tables
 from di_jax.model.rows import make_rows
 from di_jax.model.transformer import LayerTrace, Transformer
+from di_jax.parallel.expert_moves import MovePlan
+from di_jax.parallel.expert_weights import move_program
+from di_jax.parallel.mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -34,81 +39,111 @@ COMPILE_STACK_BYTES = 64 * 2**20
 @partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """Small results of a step, still on device; `host()` waits for them."""
+    """Small results of a step: of all ranks on device, with a leading axis of ranks, or of one rank on the host."""
 
     token: Array  # int32 [S]
     logprob: Array  # fp32 [S]
     logits: Array | None  # fp32 [T, V] when asked for
     trace: list[LayerTrace] | None
+    load: Array | None  # int32 [L, expert slots] rows that the rank sent to each slot, when counted
 
-    def host(self) -> StepOutput:
-        """The same with NumPy arrays."""
-        return jax.device_get(self)
+    def host(self) -> list[StepOutput]:
+        """Waits for the results: one output with NumPy arrays for each rank of this process, in their order."""
+        if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self)):
+            whole = jax.device_get(self)  # one transfer for all arrays
+            return [jax.tree.map(lambda a, r=rank: a[r], whole) for rank in range(len(whole.token))]
+        leaves, structure = jax.tree.flatten(self)
+        shards = [sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start) for leaf in leaves]
+        return [jax.tree.unflatten(structure, [np.asarray(s.data)[0] for s in rank]) for rank in zip(*shards)]
 
 
 def step(
-    graph: Any, layout: CacheLayout, bucket: Bucket, outputs: str, params: Any, state: EngineState, buffer: Array
+    graph: Any,
+    plan: DeviceMesh,
+    layout: CacheLayout,
+    bucket: Bucket,
+    outputs: str,
+    params: Any,
+    state: EngineState,
+    buffer: Array,
 ) -> tuple[StepOutput, EngineState]:
-    """One step of the model: forward, head and sampling. Traced once per (bucket, outputs)."""
+    """One rank's step of the model inside `shard_map`: forward, head and sampling. buffer int32 [1, size]; results
+    have a leading axis of one."""
     model: Transformer = nnx.merge(graph, params)
-    plan = bucket.unpack(buffer)
-    token, slot = plan["token"], plan["slot"]
+    fields = bucket.unpack(buffer[0])
+    token, slot = fields["token"], fields["slot"]
     if bucket.decode:
         token = jnp.where(token < 0, state.last_token[slot], token)
     rows = make_rows(
         token,
-        plan["tile_sequence"],
-        plan["start"],
-        plan["first_row"],
-        plan["count"],
+        fields["tile_sequence"],
+        fields["start"],
+        fields["first_row"],
+        fields["count"],
         slot,
-        plan["block_table"],
+        fields["block_table"],
         decode=bucket.decode,
+        seed=lax.bitcast_convert_type(fields["seed_low"] ^ fields["seed_high"], jnp.uint32),
     )
-    hidden, state, trace = model(rows, state, layout, trace=outputs == TRACE)
-    last = jnp.clip(plan["first_row"] + plan["count"] - 1, 0, bucket.rows - 1)
+    if bucket.cp > 1:
+        rows = rows.share(fields["own_tiles"], fields["home"], plan.axes("sequence"))
+    out = model(rows, state, layout, trace=outputs == TRACE)
+    hidden, state = rows.gathered(out.hidden), out.state
+    last = jnp.clip(fields["first_row"] + fields["count"] - 1, 0, bucket.rows - 1)
     logits = model.logits(hidden if outputs != TOKENS else hidden[last])
     chosen, logprob = sample(
         logits if outputs == TOKENS else logits[last],
-        jax.lax.bitcast_convert_type(plan["temperature"], jnp.float32),
-        plan["seed_low"],
-        plan["seed_high"],
-        plan["output_index"],
-        plan["forced"],
+        lax.bitcast_convert_type(fields["temperature"], jnp.float32),
+        fields["seed_low"],
+        fields["seed_high"],
+        fields["output_index"],
+        fields["forced"],
     )
     # Sequences that are not sampled (chunks before the last, padding) leave their slot alone.
-    target = jnp.where((plan["sample"] > 0) & (plan["count"] > 0), slot, layout.num_slots)
+    target = jnp.where((fields["sample"] > 0) & (fields["count"] > 0), slot, layout.num_slots)
     state = state.replace(last_token=state.last_token.at[target].set(chosen, mode="drop"))
-    return (
-        StepOutput(chosen, logprob, None if outputs == TOKENS else logits, trace if outputs == TRACE else None),
-        state,
-    )
+    trace = [jax.tree.map(jax.vmap(rows.gathered), run) for run in out.traces] if outputs == TRACE else None
+    result = StepOutput(chosen, logprob, None if outputs == TOKENS else logits, trace, out.load)
+    return jax.tree.map(lambda a: a[None], result), state
 
 
 class ModelRunner:
-    """Runs step plans. Owns the weights and the state; every step donates the state and replaces it.
+    """Runs step plans on a mesh. Owns the weights and the state; every step donates the state and replaces it.
 
-    resets: how often the state was emptied because a step did not finish. Whoever sees it change has to give up the
-    sequences that it had in the caches.
+    mesh: of the model's `parallel.mesh`; by default on the first devices. local_ranks: numbers of the ranks that this
+    process hosts, ascending. resets: how often the state was emptied because a step did not finish. Whoever sees it
+    change has to give up the sequences that it had in the caches.
     """
 
-    def __init__(self, model: Transformer, layout: CacheLayout) -> None:
-        self.layout = layout
+    def __init__(self, model: Transformer, layout: CacheLayout, mesh: jax.sharding.Mesh | None = None) -> None:
+        self.layout, self.parallel, self.plan = layout, model.parallel, model.parallel.mesh
+        self.mesh = self.plan.build() if mesh is None else mesh
         self.graph, self.params = nnx.split(model)
-        self.state = layout.allocate()
+        self._buffers = NamedSharding(self.mesh, PartitionSpec(self.plan.rank_axes))
+        places = self._buffers.addressable_devices_indices_map((self.plan.world,))
+        self.local_ranks = sorted(index[0].indices(self.plan.world)[0] for index in places.values() if index)
+        wanted = layout.global_abstract(self.mesh, self.plan)
+        # Zeroed caches, made where they live.
+        self._allocate = jax.jit(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), wanted),
+            out_shardings=jax.tree.map(lambda s: s.sharding, wanted),
+        )
+        self.state = self._allocate()
         self.resets = 0
         self._compiled: dict[tuple[Bucket, str], Any] = {}
+        self._move: Any = None
         self._lock = threading.Lock()
+
+    @property
+    def load_shape(self) -> tuple[int, int]:
+        """Of `StepOutput.load`: layers and expert slots."""
+        experts: Any = self.params["layers"]["ffn"]
+        layers, slots = experts["experts"]["w1"]["weight"].get_value().shape[:2]
+        return layers, slots
 
     def lower(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
         """The step of a bucket, lowered but not compiled."""
-
-        def abstract(tree: Any) -> Any:
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
-
-        program = jax.jit(partial(step, self.graph, self.layout, bucket, outputs), donate_argnums=1)
-        buffer = jax.ShapeDtypeStruct((bucket.size,), jnp.int32)
-        return program.lower(abstract(self.params), abstract(self.state), buffer)
+        return trace_step(self.graph, self.params, self.mesh, self.plan, self.layout, bucket, outputs).lower()
 
     def compiled(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
         """The executable of a bucket, compiled at first use."""
@@ -143,19 +178,38 @@ class ModelRunner:
             pool.shutdown(wait=False, cancel_futures=True)
             threading.stack_size(previous)
 
-    def execute(self, plan: StepPlan, outputs: str = TOKENS) -> StepOutput:
+    def execute(self, plans: Sequence[StepPlan], outputs: str = TOKENS) -> StepOutput:
         """Launches a step and returns at once; its results are on device until `StepOutput.host`.
 
-        When it is cut short after the state was donated, the error goes on up and the state is empty (`resets`).
+        plans: one for each of `local_ranks`, all of one bucket. When it is cut short after the state was donated, the
+        error goes on up and the state is empty (`resets`).
         """
-        executable = self.compiled(plan.bucket, outputs)
+        if len(plans) != len(self.local_ranks) or len({plan.bucket for plan in plans}) != 1:
+            raise ValueError(f"{len(plans)} step plans for {len(self.local_ranks)} ranks, or of different buckets")
+        executable = self.compiled(plans[0].bucket, outputs)
+        local = np.stack([plan.buffer for plan in plans])
+        buffer = jax.make_array_from_process_local_data(self._buffers, local, (self.plan.world, local.shape[1]))
         try:
-            output, self.state = executable(self.params, self.state, np.ascontiguousarray(plan.buffer))
+            output, self.state = executable(self.params, self.state, buffer)
         except BaseException:
             # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost.
             self.repair()
             raise
         return output
+
+    def move_experts(self, layer: int, moves: MovePlan, slot_experts: np.ndarray) -> None:
+        """Rearranges the experts of a backbone layer: `moves` of all layers, slot_experts int32 [L, slots] afterwards.
+
+        To be called between steps; the steps that were launched before run on the old weights.
+        """
+        ffn: Any = self.params["layers"]["ffn"]
+        if self._move is None:
+            specs = parameter_specs(self.params, self.plan)["layers"]["ffn"]["experts"]
+            self._move = move_program(self.mesh, self.plan, specs)
+        tables = slot_tables(slot_experts, ffn["num_replicas"].get_value().shape[1])
+        ffn["experts"] = self._move(ffn["experts"], np.int32(layer), moves.action[layer], moves.source[layer])
+        for name, table in tables.items():
+            ffn[name] = jax.device_put(table, NamedSharding(self.mesh, PartitionSpec()))
 
     def repair(self) -> None:
         """Empties the state if a step took it and gave none back."""
@@ -166,5 +220,45 @@ class ModelRunner:
         """Empties the state. For when it may hold the result of a failed step; nothing in it survives."""
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()  # before the new ones are made: the device need not hold both
-        self.state = self.layout.allocate()
+        self.state = self._allocate()
         self.resets += 1
+
+
+def parameter_specs(params: Any, plan: DeviceMesh) -> Any:
+    """PartitionSpecs of a model's state, in its structure: by the logical axes of each weight, else replicated."""
+
+    def spec(variable: Any) -> Any:
+        logical = variable.get_metadata().get("logical_axes")
+        return variable.replace(plan.spec(logical) if logical else PartitionSpec())
+
+    return nnx.from_flat_state({path: spec(leaf) for path, leaf in nnx.to_flat_state(params)})
+
+
+def trace_step(
+    graph: Any,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    plan: DeviceMesh,
+    layout: CacheLayout,
+    bucket: Bucket,
+    outputs: str = TOKENS,
+) -> Any:
+    """The step of a bucket over a mesh, lowered from arrays or from ShapeDtypeStructs alone: nothing runs."""
+    params_specs = parameter_specs(params, plan)
+    state = layout.global_abstract(mesh, plan)
+    state_specs = jax.tree.map(lambda s: s.sharding.spec, state)
+    ranks = PartitionSpec(plan.rank_axes)
+    body = jax.shard_map(
+        partial(step, graph, plan, layout, bucket, outputs),
+        mesh=mesh,
+        in_specs=(params_specs, state_specs, ranks),
+        out_specs=(ranks, state_specs),
+        check_vma=False,  # loops whose trip count is agreed by pmax are beyond what it can prove
+    )
+
+    def placed(leaf: Any, spec: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    buffer = jax.ShapeDtypeStruct((plan.world, bucket.size), jnp.int32, sharding=NamedSharding(mesh, ranks))
+    program = jax.jit(body, donate_argnums=1)
+    return program.trace(jax.tree.map(placed, params, params_specs), state, buffer)

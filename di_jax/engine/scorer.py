@@ -8,11 +8,20 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.runner import LOGITS, TRACE
+from di_jax.engine.scheduler import (
+    DECODE,
+    PREFILL,
+    Batch,
+    DataRank,
+    bucket_need,
+    data_ranks,
+    rank_plans,
+    work_of,
+)
 from di_jax.engine.sequence import Sequence
 from di_jax.engine.setup import EngineParts
-from di_jax.engine.step_plan import Bucket, Chunk, StepPlan, build_plan
+from di_jax.parallel import processes
 from di_jax.sampling_params import SamplingParams
 
 FEEDS = ("whole", "chunked", "stepwise")
@@ -66,7 +75,7 @@ class Scorer:
         if feed not in FEEDS:
             raise ValueError(f"feed {feed!r} is not one of {', '.join(FEEDS)}")
         self.parts, self.feed, self.chunk, self.trace = parts, feed, chunk, trace
-        self.blocks = BlockManager(parts.layout.num_blocks, parts.layout.num_slots, parts.layout.block_size)
+        self.ranks = data_ranks(parts.runner.local_ranks, parts.ladder.cp, parts.layout)
 
     def run(self, requests: Iterable[tuple[str, list[int]]]) -> Iterator[Score]:
         """Scores (id, token ids), each non-empty and within the caches; yields as requests finish."""
@@ -75,56 +84,69 @@ class Scorer:
         running: list[Sequence] = []
         scores: dict[str, Score] = {}
         while waiting or running:
-            while waiting and self.blocks.can_allocate(waiting[0]):
+            while waiting and (rank := self._room_for(waiting[0])) is not None:
                 sequence = waiting.popleft()
-                self.blocks.allocate(sequence)
+                rank.admit(sequence)
                 running.append(sequence)
                 scores[sequence.request_id] = Score.empty(
                     sequence.request_id, sequence.prompt_ids, self.parts.model_config.vocab_size
                 )
             if not running:
-                name, need = waiting[0].request_id, self.blocks.blocks_of(len(waiting[0].prompt_ids))
-                raise ValueError(f"request {name}: needs {need} blocks of a pool of {self.blocks.num_blocks}")
-            plan, members = self._plan(running)
-            self._execute(plan, [scores[sequence.request_id] for sequence in members])
-            for sequence, chunk in zip(members, plan.chunks, strict=True):
-                sequence.num_computed += len(chunk.tokens)
-            for sequence in [s for s in running if not s.remaining_prompt]:
-                self.blocks.free(sequence)
-                running.remove(sequence)
-                yield scores.pop(sequence.request_id)
+                name, ledger = waiting[0].request_id, self.ranks[0].ledgers[0]
+                need = ledger.blocks_of(len(waiting[0].prompt_ids))
+                raise ValueError(f"request {name}: needs {need} blocks of a pool of {ledger.num_blocks}")
+            batch = self._batch()
+            self._execute(batch, scores)
+            for work in batch.work:
+                work.sequence.num_computed += len(work.chunk.tokens)
+            for rank in self.ranks:
+                for sequence in [s for s in rank.running if not s.remaining_prompt]:
+                    rank.running.remove(sequence)
+                    rank.release(sequence)
+                    running.remove(sequence)
+                    yield scores.pop(sequence.request_id)
 
-    def _plan(self, running: list[Sequence]) -> tuple[StepPlan, list[Sequence]]:
-        """The next step: as many sequences as its largest bucket takes, each with its next tokens."""
+    def _room_for(self, sequence: Sequence) -> DataRank | None:
+        """The rank with the most free blocks, if it can take the sequence in."""
+        rank = max(self.ranks, key=lambda rank: rank.free_blocks)
+        return rank if rank.can_admit(sequence) else None
+
+    def _batch(self) -> Batch:
+        """The next step: on every rank as many sequences as its largest bucket takes, each with its next tokens."""
         ladder, decode = self.parts.ladder, self.feed == "stepwise"
-        rows = ladder.decode_rows[-1] if decode else ladder.prefill_rows[-1]
-        tile = Bucket(decode, rows, 1).tile
-        chunks, members = [], []
-        for sequence in running:
-            limit = {"whole": rows, "chunked": self.chunk, "stepwise": 1}[self.feed]
-            count = min(sequence.remaining_prompt, limit, rows)
-            if count == 0:
-                break
-            start = sequence.num_computed
-            tokens = sequence.prompt_ids[start : start + count]
-            chunks.append(Chunk(tokens, start, sequence.slot, sequence.blocks, sample=False))
-            members.append(sequence)
-            rows -= -(-count // tile) * tile
-        context = max(self.blocks.blocks_of(c.start + len(c.tokens)) for c in chunks)
-        return build_plan(ladder.fit(decode, [len(c.tokens) for c in chunks], context), chunks), members
+        most = ladder.decode_rows[-1] if decode else ladder.prefill_rows[-1]
+        work = []
+        for rank in self.ranks:
+            rows = most
+            for sequence in rank.running:
+                limit = {"whole": rows, "chunked": self.chunk, "stepwise": 1}[self.feed]
+                grain = 1 if decode else ladder.prefill_row_cost(1)
+                count = min(sequence.remaining_prompt, limit, rows // grain * grain)
+                if count == 0:
+                    break
+                start = sequence.num_computed
+                work.append(work_of(sequence, sequence.prompt_ids[start : start + count], start, sample=False))
+                rows -= count if decode else ladder.prefill_row_cost(count)
+        return Batch(DECODE if decode else PREFILL, work)
 
-    def _execute(self, plan: StepPlan, scores: list[Score]) -> None:
+    def _execute(self, batch: Batch, scores: dict[str, Score]) -> None:
         """Runs a step and copies each member's rows out of it: the bucket's whole output, which has rows of padding and
         of other requests, is let go here."""
-        output = self.parts.runner.execute(plan, TRACE if self.trace else LOGITS).host()
-        for i, (chunk, score) in enumerate(zip(plan.chunks, scores, strict=True)):
-            rows = plan.rows_of(i)
-            score.keep(chunk.start, np.asarray(output.logits)[rows])
+        runner, ladder = self.parts.runner, self.parts.ladder
+        ledgers = [ledger for rank in self.ranks for ledger in rank.ledgers]
+        bucket = ladder.bucket(batch.kind == DECODE, *bucket_need(batch, ledgers, ladder))
+        plans = rank_plans(bucket, batch, runner.local_ranks)
+        outputs = runner.execute(plans, TRACE if self.trace else LOGITS).host()
+        by_rank = dict(zip(runner.local_ranks, zip(plans, outputs, strict=True), strict=True))
+        for rank, place, work in batch.results():
+            plan, output = by_rank[rank]
+            rows, start, score = plan.rows_of(place), work.chunk.start, scores[work.sequence.request_id]
+            score.keep(start, np.asarray(output.logits)[rows])
             if output.trace is None:
                 continue
             for run, trace in zip(self.parts.model_config.layer_runs, output.trace, strict=True):
                 for at, layer in enumerate(run):
-                    score.keep_layer("hidden", layer.layer, chunk.start, np.asarray(trace.streams)[at][rows])
-                    score.keep_layer("experts", layer.layer, chunk.start, np.asarray(trace.experts)[at][rows])
+                    score.keep_layer("hidden", layer.layer, start, np.asarray(trace.streams)[at][rows])
+                    score.keep_layer("experts", layer.layer, start, np.asarray(trace.experts)[at][rows])
                     if layer.owns_index:
-                        score.keep_layer("selected", layer.layer, chunk.start, np.asarray(trace.selected)[at][rows])
+                        score.keep_layer("selected", layer.layer, start, np.asarray(trace.selected)[at][rows])

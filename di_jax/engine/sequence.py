@@ -21,12 +21,22 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(frozen=True)
+class Holding:
+    """What a sequence holds on one rank: pool blocks by position, all that it may ever need, and a state slot."""
+
+    rank: int
+    blocks: tuple[int, ...]
+    slot: int
+
+
 @dataclass(eq=False)
 class Sequence:
     """One answer of a request, choice `index`, from waiting to finished.
 
-    max_tokens: clipped, so prompt and answer fit the engine's max_model_len. blocks: pool blocks by position, all that
-    it may ever need. num_computed: positions in the caches. stop_reason: the stop id or text, None for the end token.
+    max_tokens: clipped, so prompt and answer fit the engine's max_model_len. held: by rank, in rising order; on every
+    context rank while the prompt runs, then on the one that decodes it (architecture 7.6). num_computed: positions in
+    the caches. stop_reason: the stop id or text, None for the end token.
     """
 
     request_id: str
@@ -37,8 +47,7 @@ class Sequence:
     max_tokens: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # natural, of the raw logits
-    blocks: list[int] = field(default_factory=list)
-    slot: int = -1
+    held: list[Holding] = field(default_factory=list)
     num_computed: int = 0
     decode_steps: int = 0
     status: Status = Status.WAITING

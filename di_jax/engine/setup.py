@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from di_jax.checkpoint.cache import load_or_convert
 from di_jax.checkpoint.hub import resolve_checkpoint
-from di_jax.config import Config
+from di_jax.config import Config, EplbGroup
 from di_jax.engine.runner import ModelRunner
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
@@ -19,7 +21,10 @@ from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from di_jax.model.transformer import assemble
+from di_jax.model.transformer import Transformer, abstract_model, assemble, parameter_paths
+from di_jax.parallel import processes
+from di_jax.parallel.eplb import num_physical_slots
+from di_jax.parallel.mesh import Parallel
 from di_jax.platforms.devices import configure_jax, free_memory, require_devices
 from di_jax.tokenizer import Tokenizer
 from kernels_pallas.choice import KernelChoice
@@ -37,6 +42,7 @@ class EngineParts:
     runner: ModelRunner
     ladder: BucketLadder
     layout: CacheLayout
+    eplb: EplbGroup = dataclasses.field(default_factory=EplbGroup)
 
 
 def build_engine_parts(config: Config) -> EngineParts:
@@ -45,7 +51,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     Raises ConfigError, ModelConfigError, CheckpointError or TokenizerMismatchError; each names the key or the file.
     """
     configure_jax(config)
-    require_devices(config)
+    devices = require_devices(config)
     folder = resolve_checkpoint(config.model.path, config.model.revision)
     model_config = ModelConfig.from_file(folder)
     if config.engine.max_model_len > model_config.max_position_embeddings:
@@ -53,6 +59,9 @@ def build_engine_parts(config: Config) -> EngineParts:
             f"engine.max_model_len: {config.engine.max_model_len} exceeds the model's "
             f"max_position_embeddings = {model_config.max_position_embeddings}"
         )
+    parallel = build_parallel(config, model_config)
+    mesh = parallel.mesh.build(devices)
+    processes.data_rank_owners(mesh, parallel.mesh)  # said before the minutes that loading may take
     tokenizer = Tokenizer.from_folder(folder, model_config)
     tables = EngramTables.build(model_config, tokenizer.raw) if model_config.engram_layer_ids else None
     numerics = Numerics.create(
@@ -62,11 +71,37 @@ def build_engine_parts(config: Config) -> EngineParts:
         wo_a_input=config.model.wo_a_input,
     )
     ladder = build_ladder(config)  # what is wrong with its keys is said before the minutes that loading may take
-    leaves = load_or_convert(folder, model_config, config.cache.weights_dir, None)
     kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
-    model = assemble(model_config, numerics, leaves, tables, kernels)
-    layout = size_caches(config, CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs))
-    return EngineParts(model_config, folder, tokenizer, ModelRunner(model, layout), ladder, layout)
+    places = parameter_shardings(abstract_model(model_config, numerics, kernels, parallel), mesh)
+    leaves = load_or_convert(folder, model_config, config.cache.weights_dir, places, parallel)
+    model = assemble(model_config, numerics, leaves, tables, kernels, parallel)
+    layout = CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs)
+    layout = size_caches(config, layout, mesh.local_devices)
+    runner = ModelRunner(model, layout, mesh)
+    return EngineParts(model_config, folder, tokenizer, runner, ladder, layout, config.eplb)
+
+
+def build_parallel(config: Config, model_config: ModelConfig) -> Parallel:
+    """How the model is spread over the config's mesh. Raises ConfigError for experts that do not divide by mesh.ep."""
+    plan, experts, extra = config.mesh.plan, model_config.n_routed_experts, 0
+    balanced = plan.ep > 1 and any(config.eplb.value(name) for name in ("extra_per_rank", "interval"))
+    if config.eplb.preset != "none" and not balanced:
+        logger.info("eplb.preset %s: mesh.ep is 1, so there is nothing to balance", config.eplb.preset)
+    if balanced:
+        extra = num_physical_slots(experts, plan.ep, config.eplb.value("extra_per_rank")) - experts
+    plan.check_experts(experts, extra)
+    if plan.world > 1:
+        logger.info("mesh of %d devices: %s", plan.world, ", ".join(f"{a} {n}" for a, n in plan.axis_sizes.items()))
+    return Parallel(plan, extra, balanced, config.eplb.force)
+
+
+def parameter_shardings(model: Transformer, mesh: jax.sharding.Mesh) -> dict[str, NamedSharding]:
+    """Where each weight lives, by dotted path."""
+    plan = model.parallel.mesh
+    return {
+        path: NamedSharding(mesh, plan.spec(leaf.get_metadata()["logical_axes"]))
+        for path, leaf in parameter_paths(model).items()
+    }
 
 
 def blocks_per_sequence(config: Config) -> int:
@@ -79,7 +114,7 @@ def build_ladder(config: Config) -> BucketLadder:
     engine = config.engine
     for rows in engine.prefill_buckets or ():
         tile = Bucket(False, rows, 1).tile
-        if rows % tile:
+        if config.mesh.cp == 1 and rows % tile:
             raise ConfigError(f"engine.prefill_buckets: {rows} is not a multiple of its tile of {tile} rows")
     # Several may come to the same number of blocks: one program for them.
     context = engine.context_buckets and sorted({-(-n // engine.block_size) for n in engine.context_buckets})
@@ -90,20 +125,23 @@ def build_ladder(config: Config) -> BucketLadder:
         prefill=engine.prefill_buckets,
         decode=engine.decode_buckets,
         context=context,
+        cp=config.mesh.cp,
     )
 
 
-def size_caches(config: Config, layout: CacheLayout) -> CacheLayout:
+def size_caches(config: Config, layout: CacheLayout, devices: Sequence[jax.Device]) -> CacheLayout:
     """`layout` with its number of blocks: `engine.num_blocks`, or enough for every sequence at full length, or less
-    when the device's memory does not hold that. Raises ConfigError when not even one request fits."""
+    when the memory of one of the `devices` does not hold that. Raises ConfigError when not even one request fits."""
     longest = blocks_per_sequence(config)
     asked = config.engine.num_blocks
     blocks = asked or longest * config.engine.max_num_seqs
     block_bytes = int(np.ceil(layout.bytes_per_token * layout.block_size))
-    free = free_memory(jax.devices()[0], config.engine.memory_utilization)
+    free = free_memory(devices, config.engine.memory_utilization)
     if free is not None:
         slots = int(layout.num_slots * layout.bytes_per_slot)
-        fits = (free - slots) // block_bytes
+        # The caches are arrays over all processes: the one with the least memory decides.
+        own = np.array([(free - slots) // block_bytes])
+        fits = int(processes.current().gather(own, "the size of the caches").min())
         if fits < (asked or longest):
             raise ConfigError(
                 f"engine.{'num_blocks' if asked else 'max_model_len'}: {asked or longest} blocks of "
@@ -113,7 +151,7 @@ def size_caches(config: Config, layout: CacheLayout) -> CacheLayout:
         blocks = min(blocks, fits)
     layout = dataclasses.replace(layout, num_blocks=blocks)
     logger.info(
-        "caches: %d blocks of %d tokens (%.1f MB), %d sequence slots (%.1f MB)",
+        "caches of a rank: %d blocks of %d tokens (%.1f MB), %d sequence slots (%.1f MB)",
         blocks,
         layout.block_size,
         blocks * block_bytes / 1e6,

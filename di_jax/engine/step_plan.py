@@ -20,20 +20,27 @@ FREE_TOKEN = -1  # no forced output
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """The static shape of one compiled step.
+    """The static shape of one compiled step, as one rank sees it.
 
     decode: one row per sequence; prefill: rows in tiles, each of one sequence. context_blocks: columns of the block
-    tables, so the index scan covers context_blocks * block_size positions.
+    tables, so the index scan covers context_blocks * block_size positions. cp: ranks that share the rows of a prefill.
     """
 
     decode: bool
     rows: int
     context_blocks: int
+    cp: int = 1
 
     @property
     def tile(self) -> int:
-        """Rows of a tile: 1 in decode; in prefill up to 128, and at least 16 tiles from 1,024 rows on."""
-        return 1 if self.decode else min(self.rows, max(16, min(MAX_TILE, self.rows // 16 // 16 * 16)))
+        """Rows of a tile: 1 in decode; in prefill up to 128, and at least 16 tiles a rank from 1,024 rows a rank on."""
+        rows = self.rows // self.cp
+        return 1 if self.decode else min(rows // min(self.cp, 2), max(16, min(MAX_TILE, rows // 16 // 16 * 16)))
+
+    @property
+    def grain(self) -> int:
+        """Rows that a chunk is padded to: whole tiles, the same number in each of the 2 cp mirrored blocks."""
+        return self.tile if self.cp == 1 else self.tile * 2 * self.cp
 
     @property
     def sequences(self) -> int:
@@ -57,6 +64,7 @@ class Bucket:
             ("output_index", (s,)),  # index of the token to come among the request's outputs
             ("forced", (s,)),  # FREE_TOKEN or the id to emit whatever the logits say
             ("block_table", (s, self.context_blocks)),
+            *((("own_tiles", (s // self.cp,)), ("home", (s,))) if self.cp > 1 else ()),
         )
 
     @cached_property
@@ -91,7 +99,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One step: its bucket, the packed buffer, and the chunks in order; chunk i is sequence i of the step."""
+    """One rank's step: its bucket, the packed buffer, and the chunks in order; chunk i is sequence i of the step."""
 
     bucket: Bucket
     buffer: np.ndarray
@@ -110,6 +118,7 @@ class BucketLadder:
     prefill_rows: tuple[int, ...]
     decode_rows: tuple[int, ...]
     context_blocks: tuple[int, ...]
+    cp: int = 1  # ranks that share the rows of a prefill
 
     @classmethod
     def derive(
@@ -121,30 +130,33 @@ class BucketLadder:
         prefill: Sequence[int] | None = None,
         decode: Sequence[int] | None = None,
         context: Sequence[int] | None = None,
+        cp: int = 1,
     ) -> BucketLadder:
-        """Ladders from the limits: prefill rows x4 from 64, decode rows x4 from 1, context x4 from 16 blocks."""
-        rows = max_num_batched_tokens
-        while rows % Bucket(False, rows, 1).tile:
-            rows += 1  # the last bucket holds whole tiles
+        """Ladders from the limits: prefill rows x4 from 64 a rank, decode rows x4 from 1, context x4 from 16 blocks."""
+        rungs = prefill or _ladder(min(64 * cp, max_num_batched_tokens), max_num_batched_tokens)
         return cls(
-            tuple(prefill or _ladder(min(64, rows), rows)),
+            tuple(sorted({_whole_grains(rows, cp) for rows in rungs})),
             tuple(decode or _ladder(1, max_num_seqs)),
             tuple(context or _ladder(min(16, max_context_blocks), max_context_blocks)),
+            cp,
         )
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Every shape, smallest first."""
         return tuple(
-            Bucket(decode, rows, context)
+            self.bucket(decode, rows, context)
             for decode, ladder in ((True, self.decode_rows), (False, self.prefill_rows))
             for rows in ladder
             for context in self.context_blocks
         )
 
+    def bucket(self, decode: bool, rows: int, context_blocks: int) -> Bucket:
+        return Bucket(decode, rows, context_blocks, 1 if decode else self.cp)
+
     def prefill_row_cost(self, count: int, bucket_rows: int | None = None) -> int:
-        """Rows that a chunk of `count` tokens takes in a bucket: whole tiles."""
-        tile = Bucket(False, bucket_rows or self.prefill_rows[-1], 1).tile
-        return -(-count // tile) * tile
+        """Rows that a chunk of `count` tokens takes in a bucket: whole grains."""
+        grain = self.bucket(False, bucket_rows or self.prefill_rows[-1], 1).grain
+        return -(-count // grain) * grain
 
     def fit(self, decode: bool, counts: Sequence[int], context_blocks: int) -> Bucket:
         """The smallest bucket that holds chunks of `counts` tokens with block tables of `context_blocks`."""
@@ -152,9 +164,8 @@ class BucketLadder:
         if decode:
             return Bucket(True, _at_least(self.decode_rows, len(counts), "decode rows"), context)
         for rows in self.prefill_rows:
-            bucket = Bucket(False, rows, context)
-            if sum(-(-n // bucket.tile) * bucket.tile for n in counts) <= rows:
-                return bucket
+            if sum(self.prefill_row_cost(n, rows) for n in counts) <= rows:
+                return self.bucket(False, rows, context)
         raise ValueError(
             f"no prefill bucket holds chunks of {list(counts)} tokens; the largest has {self.prefill_rows[-1]} rows"
         )
@@ -168,6 +179,14 @@ def _ladder(low: int, high: int) -> list[int]:
     return [*steps, high]
 
 
+def _whole_grains(rows: int, cp: int) -> int:
+    """The least number of rows from `rows` on that a prefill bucket divides into its grains."""
+    rows = max(rows, 2 * cp if cp > 1 else 1)
+    while rows % (2 * cp if cp > 1 else 1) or rows % Bucket(False, rows, 1, cp).grain:
+        rows += 1
+    return rows
+
+
 def _at_least(ladder: tuple[int, ...], need: int, what: str) -> int:
     at = bisect_left(ladder, need)
     if at == len(ladder):
@@ -175,22 +194,24 @@ def _at_least(ladder: tuple[int, ...], need: int, what: str) -> int:
     return ladder[at]
 
 
-def build_plan(bucket: Bucket, chunks: Sequence[Chunk]) -> StepPlan:
-    """Packs `chunks` into the bucket. In decode every chunk has one token."""
+def build_plan(bucket: Bucket, chunks: Sequence[Chunk], context_rank: int = 0) -> StepPlan:
+    """Packs `chunks` into the bucket. In decode every chunk has one token. context_rank: which of the bucket's cp ranks
+    it is for; slots and blocks are those of that rank."""
     buffer = np.zeros(bucket.size, np.int32)
     view = bucket.unpack(buffer)
     view["forced"][:] = FREE_TOKEN
     # Tiles and sequences that nobody uses point at a sequence of no rows: all their rows are padding.
     if len(chunks) < bucket.sequences:
         view["tile_sequence"][:] = len(chunks)
-    row = 0
+    row, grain = 0, bucket.grain
+    spans: list[tuple[int, int]] = []
     for i, chunk in enumerate(chunks):
         count = len(chunk.tokens)
-        tiles = -(-count // bucket.tile)
+        rows = -(-count // grain) * grain
         if row + count > bucket.rows or (bucket.decode and count != 1):
             raise ValueError(f"chunk {i} of {count} tokens does not fit {bucket}")
         view["token"][row : row + count] = chunk.tokens
-        view["tile_sequence"][row // bucket.tile : row // bucket.tile + tiles] = i
+        view["tile_sequence"][row // bucket.tile : (row + rows) // bucket.tile] = i
         view["start"][i] = chunk.start
         view["first_row"][i] = row
         view["count"][i] = count
@@ -203,5 +224,21 @@ def build_plan(bucket: Bucket, chunks: Sequence[Chunk]) -> StepPlan:
         view["forced"][i] = chunk.forced
         used = min(len(chunk.blocks), bucket.context_blocks)
         view["block_table"][i, :used] = chunk.blocks[:used]
-        row += tiles * bucket.tile
+        spans.append((row // bucket.tile, rows // bucket.tile))
+        row += rows
+    if bucket.cp > 1:
+        spans.append((row // bucket.tile, (bucket.rows - row) // bucket.tile))  # padding is shared out too
+        tiles = mirrored_tiles(spans, bucket.cp)
+        view["own_tiles"][:] = tiles[context_rank]
+        view["home"][tiles.reshape(-1)] = np.arange(bucket.sequences)
     return StepPlan(bucket, buffer, tuple(chunks))
+
+
+def mirrored_tiles(spans: Sequence[tuple[int, int]], cp: int) -> np.ndarray:
+    """int32 [cp, tiles / cp]: the tiles of each context rank.
+
+    spans: (first tile, tiles) of each sequence, tiles a multiple of 2 cp. A sequence is cut into 2 cp equal blocks, and
+    rank k gets blocks k and 2 cp - 1 - k: early rows, which see little, go with late ones, which see much (engine 10).
+    """
+    blocks = [first + np.arange(tiles, dtype=np.int32).reshape(2 * cp, -1) for first, tiles in spans]
+    return np.stack([np.concatenate([part for b in blocks for part in (b[k], b[2 * cp - 1 - k])]) for k in range(cp)])

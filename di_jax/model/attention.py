@@ -71,10 +71,10 @@ class Attention(nnx.Module):
 
         plan: the layer's kind (static; any member of a run); layer: its number, traced inside a run.
         """
+        kv = rows.gathered(self.window_kv(layer, x, cos_sin))
         query = self.query(layer, latent_query, cos_sin)
-        kv = self.window_kv(layer, x, cos_sin)
         stored = compress_store.store_window(
-            state.window, layer, kv, rows, layout, implementation=self.kernels.of("compress_store")
+            state.window, layer, kv, rows.stored, layout, implementation=self.kernels.of("compress_store")
         )
         # Decode stores first and reads the ring; a prefill chunk reads the history that its own rows overwrite.
         ring = (stored if rows.decode else state.window)[layer]

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 
 from di_jax.model.config import ModelConfig
 from di_jax.model.quantization import CacheFormats
+from di_jax.parallel.mesh import DeviceMesh
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -36,7 +38,7 @@ class EngineState:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Sizes and addresses of the caches of one engine.
+    """Sizes and addresses of the caches of one rank; every device of a mesh has its own.
 
     draft_stages: window rings beyond those of the backbone's layers, for the draft's stages as if they were its
     layers L, L+1, ...; 0 without speculation.
@@ -108,8 +110,19 @@ class CacheLayout:
         }
 
     def allocate(self) -> EngineState:
-        """Zeroed caches on the default device."""
+        """Zeroed caches of one rank on the default device."""
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract())
+
+    def global_abstract(self, mesh: jax.sharding.Mesh, plan: DeviceMesh) -> EngineState:
+        """The caches of all ranks as sharded ShapeDtypeStructs: a rank's share has the shapes of `abstract`."""
+        axes = self.logical_axes()
+
+        def whole(name: str, local: Any) -> Any:
+            shape = tuple(n * (plan.world if a in ("blocks", "slots") else 1) for n, a in zip(local.shape, axes[name]))
+            return jax.ShapeDtypeStruct(shape, local.dtype, sharding=NamedSharding(mesh, plan.spec(axes[name])))
+
+        local = self.abstract()
+        return EngineState(**{f.name: whole(f.name, getattr(local, f.name)) for f in dataclasses.fields(local)})
 
     @property
     def bytes_per_token(self) -> float:

@@ -48,15 +48,16 @@ class Compressor(nnx.Module):
         layout: CacheLayout,
     ) -> EngineState:
         """Stores the entries and index keys that x [T, D] completes. `gate` is that of all pooled sources."""
-        ratio = self.config.kv_source_ratios[source]
+        ratio, share, rows = self.config.kv_source_ratios[source], rows, rows.stored
         if ratio == 1:
-            latent, entry, emits = self.wkv(x, source), rows.position, rows.valid
+            latent, entry, emits = share.gathered(self.wkv(x, source)), rows.position, rows.valid
             row = jnp.arange(rows.num_rows, dtype=jnp.int32)
         else:
             assert gate is not None
             ordinal = self.config.pooled_sources.index(source)
             # fp32 from the accumulator on: pairs may wait in the ring for their group to complete.
             pair = jnp.stack([self._fp32(gate.wgate, x, ordinal), self._fp32(self.wkv, x, source)], axis=1)
+            pair = share.gathered(pair)
             pooled, row, entry, emits = compress_store.pool_groups(
                 pair, state.compressor[ordinal], rows, ratio, implementation=self.implementation
             )

@@ -2,8 +2,8 @@
 
 One decode step with drafts, R requests whose committed length is L and whose newest token, the anchor, sits at L:
 
-    hidden, state, _, taps = target(rows, state, layout, taps=True)      # rows at positions < L
-    state = draft.store_context(taps, rows, state, layout)               # the draft's window KV of these rows
+    out = target(rows, state, layout, taps=True)                         # rows at positions < L
+    state = draft.store_context(out.taps, rows, out.state, layout)       # the draft's window KV of these rows
     block = draft(target, anchor, L, draft.context(slot, L, state, layout))
 
 The target is frozen for the draft: it lends its embedding and its head. Nothing here writes the block's own keys, so a
@@ -28,6 +28,7 @@ from di_jax.model.linear import Linear, Numerics, RMSNorm
 from di_jax.model.rope import rotate, rotation
 from di_jax.model.rows import Rows
 from di_jax.model.transformer import Embedding, Layers, Transformer, fill
+from di_jax.parallel.mesh import ONE_DEVICE
 from kernels_pallas.choice import KernelChoice
 from kernels_pallas.compress_store import api as compress_store
 from kernels_pallas.hyper_connections import api as hyper_connections
@@ -110,7 +111,7 @@ class DraftModel(nnx.Module):
         dim, taps = c.hidden_size, len(c.dspark_target_layer_ids) * c.hidden_size
         self.main_proj = Linear(c, numerics, (), dim, taps, storage="fp8", axes=(None, None))
         self.main_norm = RMSNorm(c, numerics, (), dim)
-        self.stages = Layers(c.draft_config, numerics, kernels)
+        self.stages = Layers(c.draft_config, numerics, kernels, ONE_DEVICE)
         self.norm = RMSNorm(c, numerics, (), dim)
         self.markov_head = MarkovHead(c, numerics)
         self.confidence_head = ConfidenceHead(c, numerics)
@@ -183,7 +184,7 @@ class DraftModel(nnx.Module):
             y = self._attention(number, w.attn_norm(y, number), keys, visible, cos_sin)
             streams = w.hc_attn.expand(y, streams, post, comb)
             y, pre, post, comb = w.hc_ffn(number, streams, pre)
-            y, _ = w.ffn(number, w.ffn_norm(y, number), image, live)
+            y, *_ = w.ffn(number, w.ffn_norm(y, number), image, live)
             return (w.hc_ffn.expand(y, streams, post, comb), pre), None
 
         numbers = jnp.arange(c.num_nextn_predict_layers, dtype=jnp.int32)

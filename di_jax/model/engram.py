@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from di_jax.model.config import ENGRAM_GATE_CLAMP, ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Linear, Numerics, parameter
 from di_jax.model.quantization import expand_rows, fake_quantize_weight
 from di_jax.model.rows import Rows
+from di_jax.parallel.exchange import capacity_of, exchange
+from di_jax.parallel.mesh import Parallel, padded
 
 DEAD = -1  # a position inside an image span: it has no n-gram id
 
@@ -85,11 +87,16 @@ class NgramHash(nnx.Module):
 
 
 class EngramTable(nnx.Module):
-    """One layer's memory [rows, head_dim], e4m3 with a ue8m0 scale per 32 channels (bf16 when unquantized)."""
+    """One layer's memory [rows, head_dim], e4m3 with a ue8m0 scale per 32 channels (bf16 when unquantized).
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int) -> None:
+    Its rows are spread over the ranks of `engram_rows`, padded to equal shares. Row numbers fit int32 (94 M in the
+    released tables); bytes do not, and are only ever addressed row by row.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int, parallel: Parallel) -> None:
         axes = ("engram_rows", None)
-        self.numerics = numerics
+        self.numerics, self.parallel = numerics, parallel
+        rows = padded(rows, parallel.mesh.size("engram_rows"))
         self.storage = "rows" if config.quantization else "bf16"
         self.scale: nnx.Param | None
         if numerics.master_weights:
@@ -102,14 +109,44 @@ class EngramTable(nnx.Module):
             self.weight = parameter((rows, config.engram_head_dim), jnp.bfloat16, axes)
             self.scale = None
 
-    def __call__(self, row: Array) -> Array:
-        """row int32 [T, columns] -> [T, columns * head_dim], exact: the stored bytes are wkv's operand as they are."""
+    def __call__(self, row: Array, valid: Array) -> Array:
+        """row int32 [T, columns] -> [T, columns * head_dim], exact: the stored bytes are wkv's operand as they are.
+
+        valid bool [T]: rows that nobody reads are not looked up on other ranks.
+        """
         dtype = self.numerics.dtype
         if self.numerics.master_weights:
             values = fake_quantize_weight(self.weight[...][row], self.storage)
             return values.reshape(row.shape[0], -1).astype(dtype)
-        scale = None if self.scale is None else self.scale[...][row]
-        return expand_rows(self.weight[...][row], scale, dtype).reshape(row.shape[0], -1)
+        ranks = self.parallel.mesh.size("engram_rows")
+        flat = row.reshape(-1)
+        weight, scale = (
+            self._stored(flat) if ranks == 1 else self._fetched(flat, jnp.repeat(valid, row.shape[1]), ranks)
+        )
+        return expand_rows(weight, scale, dtype).reshape(row.shape[0], -1)
+
+    def _stored(self, row: Array) -> tuple[Array, Array | None]:
+        """Weights and scales of rows int32 [N] that are here."""
+        return self.weight[...][row], None if self.scale is None else self.scale[...][row]
+
+    def _fetched(self, row: Array, wanted: Array, ranks: int) -> tuple[Array, Array | None]:
+        """`_stored` from the ranks that own the rows."""
+        local = self.weight.shape[0]  # inside shard_map: this rank's share
+
+        def serve(row: Array, valid: Array) -> tuple[Array, Array | None]:
+            weight, scale = self._stored(row)
+            # Collectives move bytes: not every backend has an all_to_all of float8.
+            return lax.bitcast_convert_type(weight, jnp.uint8), scale
+
+        data, scale = exchange(
+            lambda item: row[item] % local,
+            jnp.where(wanted, row // local, ranks),
+            serve,
+            axes=self.parallel.mesh.axes("engram_rows"),
+            ranks=ranks,
+            capacity=capacity_of(row.shape[0], ranks, self.parallel.dispatch_capacity),
+        )
+        return lax.bitcast_convert_type(data, self.weight.dtype), scale
 
 
 class Engram(nnx.Module):

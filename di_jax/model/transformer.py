@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,12 @@ from di_jax.model.engram_tables import EngramTables
 from di_jax.model.hyper_connections import HyperConnection
 from di_jax.model.indexer import Indexer
 from di_jax.model.linear import Numerics, RMSNorm, parameter
-from di_jax.model.moe import MoE
+from di_jax.model.moe import MoE, slot_tables
 from di_jax.model.rope import rotation
 from di_jax.model.rows import Rows
+from di_jax.parallel.eplb import initial_slots
+from di_jax.parallel.mesh import ONE_DEVICE, Parallel
+from di_jax.parallel.replica_choice import row_hash
 from kernels_pallas.choice import KernelChoice
 from kernels_pallas.hyper_connections import api as hyper_connections
 
@@ -38,6 +40,7 @@ class Carry:
     state: EngineState
     selected: Array | None  # int32 [T, index_topk] entries chosen by the last index source
     candidates: Array | None  # int32 [T, candidate_topk_blocks] of the candidate source
+    load: Array | None = None  # int32 [L, expert slots] rows of this rank that each slot got
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -50,17 +53,29 @@ class LayerTrace:
     selected: Array | None  # int32 [T, index_topk], index sources only
 
 
+@partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class ModelOutput:
+    """What a step of the backbone gives. traces, taps and load only when asked for."""
+
+    hidden: Array  # [T, D] normed
+    state: EngineState  # every cache updated
+    traces: list[LayerTrace]  # one for each run of layers
+    taps: Array | None  # [T, tapped layers * D] what the draft reads (dspark 1.2)
+    load: Array | None  # int32 [L, expert slots] rows of this rank that each slot got
+
+
 class Layers(nnx.Module):
     """The weights that every backbone layer has, stacked [L]."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, kernels: KernelChoice) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, kernels: KernelChoice, parallel: Parallel) -> None:
         count = config.num_hidden_layers
         self.attn = Attention(config, numerics, kernels, count)
         self.attn_norm = RMSNorm(config, numerics, (count,), config.hidden_size)
         self.ffn_norm = RMSNorm(config, numerics, (count,), config.hidden_size)
         self.hc_attn = HyperConnection(config, kernels, count)
         self.hc_ffn = HyperConnection(config, kernels, count)
-        self.ffn = MoE(config, numerics, kernels, count)
+        self.ffn = MoE(config, numerics, kernels, count, parallel)
 
 
 class Embedding(nnx.Module):
@@ -80,39 +95,26 @@ class Transformer(nnx.Module):
         numerics: Numerics,
         kernels: KernelChoice | None = None,
         tables: EngramTables | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         c = self.config = config
+        self.parallel = parallel = parallel or ONE_DEVICE
         self.numerics = numerics
         self.kernels = kernels = kernels or KernelChoice()
         self.embed, self.head = Embedding(c), Embedding(c)
         self.norm = RMSNorm(c, numerics, (), c.hidden_size)
-        self.layers = Layers(c, numerics, kernels)
+        self.layers = Layers(c, numerics, kernels, parallel)
         self.compressors = Compressor(c, numerics, kernels) if c.kv_source_layer_ids else None
         self.gates = CompressorGate(c, numerics) if c.pooled_sources else None
         self.indexers = Indexer(c, numerics, kernels) if c.index_source_layer_ids else None
         self.ngram_hash = NgramHash(c, tables) if c.engram_layer_ids else None
         self.engrams = Engram(c, numerics) if c.engram_layer_ids else None
-        self.engram_tables = nnx.List([EngramTable(c, numerics, rows) for rows in c.engram_num_embeddings])
-
-    @overload
-    def __call__(
-        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: Literal[False] = False
-    ) -> tuple[Array, EngineState, list[LayerTrace]]: ...
-
-    @overload
-    def __call__(
-        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: Literal[True]
-    ) -> tuple[Array, EngineState, list[LayerTrace], Array]: ...
+        self.engram_tables = nnx.List([EngramTable(c, numerics, rows, parallel) for rows in c.engram_num_embeddings])
 
     def __call__(
         self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: bool = False
-    ) -> tuple[Array, EngineState, list[LayerTrace]] | tuple[Array, EngineState, list[LayerTrace], Array]:
-        """Runs `rows` through all layers.
-
-        Returns the normed final hidden states [T, D], the state with every cache updated, with `trace` one
-        LayerTrace for each run of layers (else an empty list), and with `taps` also what the draft reads
-        [T, tapped layers * D]: the mean of the streams that enter each of `dspark_target_layer_ids` (dspark 1.2).
-        """
+    ) -> ModelOutput:
+        """Runs `rows` through all layers. taps: the means of the streams that enter the `dspark_target_layer_ids`."""
         c = self.config
         tapped = c.dspark_target_layer_ids if taps else ()
         means: dict[int, Array] = {}
@@ -135,10 +137,8 @@ class Transformer(nnx.Module):
         hidden = hyper_connections.collapse(
             carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
         )
-        result = self.norm(hidden), carry.state, traces
-        if not taps:
-            return result
-        return *result, jnp.concatenate([means[layer] for layer in tapped], axis=-1)
+        tap = jnp.concatenate([means[layer] for layer in tapped], axis=-1) if taps else None
+        return ModelOutput(self.norm(hidden), carry.state, traces, tap, carry.load)
 
     def begin(self, rows: Rows, state: EngineState) -> tuple[Carry, list[Array]]:
         """What layer 0 gets, and the memory [T, columns * head_dim] of every Engram layer."""
@@ -146,14 +146,16 @@ class Transformer(nnx.Module):
         embedded = self.embed.weight[...][rows.token].astype(self.numerics.dtype)
         memory: list[Array] = []
         if self.ngram_hash is not None:
-            look, history = self.ngram_hash.lookback(rows, state.engram_history)
-            table_rows = self.ngram_hash(look)
+            look, history = self.ngram_hash.lookback(rows.stored, state.engram_history)
+            table_rows = self.ngram_hash(rows.own(look))
             state = state.replace(engram_history=history)
             # Look-ups depend on ids only: they are issued before layer 0 and consumed where the layer needs them.
-            memory = [t(table_rows[g]) for g, t in enumerate(self.engram_tables)]
+            memory = [t(table_rows[g], rows.valid) for g, t in enumerate(self.engram_tables)]
         streams = jnp.repeat(embedded[:, None], hc, axis=1)
         pre = jnp.zeros((rows.num_rows, hc), jnp.float32).at[:, 0].set(1.0)
-        return Carry(streams, pre, state, selected=None, candidates=None), memory
+        slots = self.layers.ffn.num_slots
+        load = jnp.zeros((self.config.num_hidden_layers, slots), jnp.int32) if self.parallel.balanced else None
+        return Carry(streams, pre, state, selected=None, candidates=None, load=load), memory
 
     def tap(self, streams: Array) -> Array:
         """Mean over the streams [T, hc, D] -> [T, D]: an fp32 sum, rounded once."""
@@ -210,10 +212,15 @@ class Transformer(nnx.Module):
         y, state = w.attn(plan, layer, x, latent_query, selected if plan.ratio else None, angles, rows, state, layout)
         streams = w.hc_attn.expand(y, streams, post, comb)
         x, next_pre, post, comb = w.hc_ffn(layer, streams, pre)
-        y, experts = w.ffn(layer, w.ffn_norm(x, layer), rows.image, rows.valid)
+        lots = self.parallel.draws_lots
+        lot = row_hash(rows.seed[rows.sequence], rows.position.astype(jnp.uint32)) if lots else None
+        y, experts, slots = w.ffn(layer, w.ffn_norm(x, layer), rows.image, rows.valid, lot)
         streams = w.hc_ffn.expand(y, streams, post, comb)
+        load = carry.load
+        if load is not None:
+            load = load.at[layer].set(jnp.zeros(load.shape[1], jnp.int32).at[slots.reshape(-1)].add(1, mode="drop"))
         record = LayerTrace(streams, experts, selected if plan.owns_index else None)
-        return Carry(streams, next_pre, state, selected, candidates), record
+        return Carry(streams, next_pre, state, selected, candidates, load), record
 
     def select(
         self,
@@ -240,9 +247,14 @@ class Transformer(nnx.Module):
         )
 
 
-def abstract_model(config: ModelConfig, numerics: Numerics, kernels: KernelChoice | None = None) -> Transformer:
-    """The model with ShapeDtypeStructs for weights: shapes, dtypes and logical axes at no cost."""
-    return nnx.eval_shape(lambda: Transformer(config, numerics, kernels))
+def abstract_model(
+    config: ModelConfig,
+    numerics: Numerics,
+    kernels: KernelChoice | None = None,
+    parallel: Parallel | None = None,
+) -> Transformer:
+    """The model with ShapeDtypeStructs for weights: global shapes, dtypes and logical axes at no cost."""
+    return nnx.eval_shape(lambda: Transformer(config, numerics, kernels, parallel=parallel))
 
 
 def parameter_paths(model: nnx.Module) -> dict[str, nnx.Param]:
@@ -270,11 +282,15 @@ def assemble(
     leaves: Mapping[str, Array],
     tables: EngramTables | None,
     kernels: KernelChoice | None = None,
+    parallel: Parallel | None = None,
 ) -> Transformer:
     """The model around loaded weights. Raises ValueError when a leaf is missing, unknown or of another shape."""
-    model = abstract_model(config, numerics, kernels)
+    model = abstract_model(config, numerics, kernels, parallel)
     state = fill(model, leaves)
     hashes = nnx.state(NgramHash(config, tables), HashTable) if config.engram_layer_ids else None
     if hashes is not None:
         state = nnx.merge_state(state, nnx.State({"ngram_hash": hashes}))
+    if model.parallel.balanced:
+        first = initial_slots(config.num_hidden_layers, config.n_routed_experts, model.layers.ffn.num_slots)
+        state = nnx.merge_state(state, nnx.State({"layers": {"ffn": slot_tables(first, config.n_routed_experts)}}))
     return nnx.merge(nnx.graphdef(model), state)

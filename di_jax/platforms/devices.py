@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
 from di_jax.config import Config
 from di_jax.errors import ConfigError
+from di_jax.parallel import processes
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +23,14 @@ _EXTRAS = {"gpu": "cuda13", "tpu": "tpu"}
 
 
 def configure_jax(config: Config) -> None:
-    """Applies `platform.name` and `cache.compile_dir`; call before anything touches a device.
+    """Applies `platform.name`, `mesh.simulate_devices` and `cache.compile_dir`, and joins the other processes of the
+    run; call before anything touches a device.
 
-    Raises ConfigError when that folder cannot be made or written.
+    Raises ConfigError when that folder cannot be made or written, and for processes that do not come together.
     """
-    if config.platform.name not in (None, "auto"):
+    if config.mesh.simulate_devices:
+        simulate_devices(config.mesh.simulate_devices)
+    elif config.platform.name not in (None, "auto"):
         jax.config.update("jax_platforms", config.platform.name)
     if config.cache.compile_dir is not None:
         folder = Path(os.path.expanduser(config.cache.compile_dir))
@@ -41,26 +46,31 @@ def configure_jax(config: Config) -> None:
         # The defaults leave out programs that compile in under a second: a warm start would compile them again.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", -1)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    processes.start(config)
 
 
-def require_devices(config: Config) -> None:
-    """Raises ConfigError when the platform has no device, or the mesh asks for more than there are or than one."""
+def simulate_devices(count: int) -> None:
+    """Makes this process run on `count` virtual CPU devices. Without effect once a device was touched, which
+    `require_devices` notices."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def require_devices(config: Config) -> list[jax.Device]:
+    """The devices of the platform. Raises ConfigError when there are none, or too few for the config."""
     try:
         present = jax.devices()
     except RuntimeError as error:
         raise ConfigError(_no_backend(config.platform.name, error)) from error
-    asked = config.mesh.world
-    if asked > len(present):
+    wanted = config.mesh.simulate_devices
+    if wanted and (present[0].platform != "cpu" or jax.local_device_count() < wanted):
         raise ConfigError(
-            f"mesh.dp x mesh.cp = {config.mesh.dp} x {config.mesh.cp} = {asked} devices asked, {len(present)} present "
-            f"({present[0].device_kind}): set mesh.dp, mesh.cp and mesh.ep to 1, which runs on one device today; "
-            f"`plan` and `mesh.simulate_devices: {asked}`, for a mesh that is not here, come with the sharded mesh"
+            f"mesh.simulate_devices: {wanted} asked, but this process already runs on {jax.local_device_count()} "
+            f"{present[0].platform} devices: simulate in a fresh process"
         )
-    if asked > 1:
-        raise ConfigError(
-            f"mesh.dp x mesh.cp = {asked}: a mesh of more than one device is not available yet; "
-            "set mesh.dp, mesh.cp and mesh.ep to 1"
-        )
+    config.mesh.plan.check_devices(len(present), present[0].device_kind, jax.process_count())
+    return present
 
 
 def _no_backend(platform: str | None, error: Exception) -> str:
@@ -75,14 +85,18 @@ def _no_backend(platform: str | None, error: Exception) -> str:
     )
 
 
-def free_memory(device: jax.Device, utilization: float) -> int | None:
-    """Bytes that may still be allocated on `device` under `engine.memory_utilization`; None when it does not say."""
-    if device.platform == "cpu":
+def free_memory(devices: Sequence[jax.Device], utilization: float) -> int | None:
+    """Bytes that may still be allocated on each of `devices` under `engine.memory_utilization`: the least over them,
+    since all hold the same; None when none says. CPU devices share what the machine has."""
+    if devices[0].platform == "cpu":
         available = available_memory()
-        return None if available is None else int(available * utilization)
-    stats = device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    return None if limit is None else int(limit * utilization) - stats.get("bytes_in_use", 0)
+        return None if available is None else int(available * utilization) // len(devices)
+    rooms = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if (limit := stats.get("bytes_limit")) is not None:
+            rooms.append(int(limit * utilization) - stats.get("bytes_in_use", 0))
+    return min(rooms, default=None)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

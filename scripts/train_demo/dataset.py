@@ -8,31 +8,52 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from scripts.train_demo.tasks import ANSWER, DISTANCES, IGNORE, PROMPT, RAW_TASKS, TEXT, Example, Packed, Tasks
+from scripts.train_demo.tasks import (
+    ANSWER,
+    CALC,
+    CLASSES,
+    DISTANCES,
+    IGNORE,
+    PROMPT,
+    RAW_TASKS,
+    RECALL_END,
+    TEXT,
+    Example,
+    Packed,
+    Tasks,
+)
 from scripts.train_demo.tokenizer import EOS_ID, PAD_ID
 
 POOLS = {"json": 30_000, "chat": 30_000, "tool": 4_000}  # examples made once; the other tasks are made as needed
-# Shares of the tokens. A recall row is English text for the most part and counts here as recall.
+# Shares of the tokens. A recall row counts as recall, with the text in it.
 FRACTIONS: Mapping[str, float] = {
-    "english": 0.28,
-    "python": 0.07,
+    "english": 0.26,
+    "python": 0.06,
     "recall": 0.25,
     "copy": 0.04,
-    "reverse": 0.05,
-    "sort": 0.05,
-    "calc": 0.09,
+    "reverse": 0.04,
+    "sort": 0.04,
+    "calc": 0.14,
     "fact": 0.05,
     "json": 0.04,
     "chat": 0.05,
     "tool": 0.03,
 }
+# Of the loss, by class. A recalled value is one token of ten at most and of hundreds at least.
+WEIGHTS: Mapping[int, float] = {TEXT: 1.0, PROMPT: 0.05, ANSWER: 2.0, IGNORE: 0.0, CALC: 3.0, RECALL_END: 1.0}
+RECALL_WEIGHT = 6.0
+
+
+def loss_weights() -> np.ndarray:
+    """float32 [classes]: loss weight of each class."""
+    return np.array([WEIGHTS.get(token_class, RECALL_WEIGHT) for token_class in range(len(CLASSES))], np.float32)
 
 
 @dataclass(frozen=True)
@@ -40,21 +61,20 @@ class Mix:
     """What batches are made of.
 
     fractions: shares of the tokens by source (they are normalised). max_distance: of recall questions, in tokens; a row
-    bounds it too. span: longest piece of running text. weights: of the loss, by token class (text, prompt, answer).
+    bounds it too. density: least and most share of a recall row in notes and questions, drawn log-uniformly. span:
+    longest piece of running text.
     """
 
     fractions: Mapping[str, float] = field(default_factory=lambda: dict(FRACTIONS))
     max_distance: int = max(DISTANCES)
+    density: tuple[float, float] = (0.02, 0.5)
     span: int = 1024
-    text_weight: float = 1.0
-    prompt_weight: float = 0.05
-    answer_weight: float = 2.0
 
-    def table(self) -> np.ndarray:
-        """float32 [4]: loss weight of each token class."""
-        table = np.zeros(4, np.float32)
-        table[[TEXT, PROMPT, ANSWER, IGNORE]] = self.text_weight, self.prompt_weight, self.answer_weight, 0.0
-        return table
+    def with_recall(self, share: float) -> Mix:
+        """The same with recall at `share` of the tokens and the other sources in proportion."""
+        rest = sum(v for name, v in self.fractions.items() if name != "recall")
+        scaled = {name: v / rest * (1 - share) for name, v in self.fractions.items() if name != "recall"}
+        return replace(self, fractions={**scaled, "recall": share})
 
 
 class Data:
@@ -82,11 +102,11 @@ class Data:
 
 
 class Batches:
-    """An endless iterator of dict(tokens int32 [batch, length + 1], weights float32 [batch, length]).
+    """An endless iterator of dict(tokens int32 [batch, length + 1], classes uint8 [batch, length]).
 
-    weights[b, t] is the loss weight of predicting tokens[b, t + 1]. Every row begins with the beginning of an example
-    or a text; its last one is cut. mix: fixed, or a function of the step (a curriculum). start: the step of the first
-    batch. `at(step)` gives any one.
+    classes[b, t] is the class of tokens[b, t + 1], the token to predict. Every row begins with the beginning of an
+    example or a text; its last one is cut. mix: fixed, or a function of the step (a curriculum). start: the step of
+    the first batch. `at(step)` gives any one.
     """
 
     def __init__(
@@ -121,11 +141,12 @@ class Batches:
         order = rng.permutation(self.batch)
         tokens = np.stack([rows[i][0] for i in order]).astype(np.int32)
         classes = np.stack([rows[i][1] for i in order])
-        return {"tokens": tokens, "weights": mix.table()[classes[:, 1:]]}
+        return {"tokens": tokens, "classes": classes[:, 1:]}
 
     def _recall(self, rng: np.random.Generator, width: int, mix: Mix) -> tuple[np.ndarray, np.ndarray]:
         source = "python" if rng.random() < 0.15 else "english"
-        row = self.data.tasks.recall_row(rng, width, mix.max_distance, self.data.text[source])
+        density = float(np.exp(rng.uniform(*np.log(mix.density))))
+        row = self.data.tasks.recall_row(rng, width, mix.max_distance, self.data.text[source], density)
         return row.tokens, row.classes
 
     def _fill(
@@ -156,7 +177,10 @@ class Batches:
             raise ValueError(f"mix: unknown source {name!r}; sources are {', '.join(FRACTIONS)}")
         probe = self.data.tasks.packed(name, rng, 16)
         count = int(wanted / probe.lengths.mean() + rng.random()) + 1
-        return self.data.tasks.packed(name, rng, count)
+        made = self.data.tasks.packed(name, rng, count)
+        if name == "calc":
+            made = replace(made, classes=np.where(made.classes == ANSWER, CALC, made.classes).astype(np.uint8))
+        return made
 
     def _spans(self, rng: np.random.Generator, name: str, wanted: float, longest: int) -> Packed:
         """Pieces of running text, a quarter of them from a document's beginning on."""

@@ -1,6 +1,9 @@
-"""Measures a demo checkpoint on the held-out sets, through the engine, greedy; writes JSON and a bar chart.
+"""Measures a demo checkpoint on the held-out sets, through the engine, greedy; writes JSON.
 
 python -m scripts.train_demo.evaluate --data build/train_demo --checkpoint FOLDER --out scripts/results/demo-eval.json
+
+--masters names an export without quantization, to say what quantization costs in perplexity. scripts/plot_eval.py draws
+the JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ import argparse
 import datetime
 import json
 import math
+import platform
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +74,8 @@ def exact_rates(llm: LLM, data: Path, limit: int) -> dict[str, dict[str, Any]]:
     return results
 
 
-def english_perplexity(config: Any, text: np.ndarray) -> float:
-    """exp(mean negative log-likelihood) of the held-out text, in rows whose beginnings are context."""
+def perplexity(config: Any, text: np.ndarray) -> float:
+    """exp(mean negative log-likelihood) of a held-out text [N], in rows whose beginnings are context."""
     scorer = Scorer(build_engine_parts(config))
     begins = range(0, max(1, len(text) - CONTEXT), ROW - CONTEXT)
     rows = [(str(b), text[b : b + ROW].tolist()) for b in begins if len(text[b : b + ROW]) > CONTEXT]
@@ -81,60 +86,40 @@ def english_perplexity(config: Any, text: np.ndarray) -> float:
     return math.exp(total / count)
 
 
-def chart(result: dict[str, Any], picture: Path) -> None:
-    """A bar for each set, with its gate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = list(result["tasks"])
-    figure, axes = plt.subplots(figsize=(9, 4))
-    axes.bar(names, [result["tasks"][n]["score"] for n in names], color="tab:blue")
-    for i, name in enumerate(names):
-        gate = result["tasks"][name]["gate"]
-        if gate is not None:
-            axes.plot([i - 0.4, i + 0.4], [gate, gate], color="tab:red", label=None if i else "gate")
-    axes.set(ylim=(0, 1.02), ylabel="exact answers, held-out, greedy")
-    axes.tick_params(axis="x", rotation=45)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="evaluate a demo checkpoint")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--masters", type=Path, help="the same weights, exported with --unquantized")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--limit", type=int, default=100, help="items of each set")
-    parser.add_argument("--text-tokens", type=int, default=40_000, help="held-out English tokens for the perplexity")
+    parser.add_argument("--text-tokens", type=int, default=40_000, help="held-out tokens of a text for its perplexity")
     parser.add_argument("--compile-dir", default=None)
     args = parser.parse_args(arguments)
-    config = engine_config(args.checkpoint, args.dtype, args.compile_dir)
-    text = np.load(args.data / "english_eval.npy")[: args.text_tokens]
+    folders = {"": args.checkpoint, **({"_masters": args.masters} if args.masters else {})}
     baseline = json.loads((args.data / "ngram_baseline.json").read_text(encoding="utf-8"))
-    perplexity = english_perplexity(config, text)
-    print(
-        f"english perplexity {perplexity:.2f}, 5-gram baseline {baseline['perplexity']:.2f}",
-        file=sys.stderr,
-        flush=True,
-    )
-    with LLM(config) as llm:
+    found: dict[str, float] = {"tokens": args.text_tokens, "five_gram_kneser_ney": baseline["perplexity"]}
+    for suffix, folder in folders.items():
+        config = engine_config(folder, args.dtype, args.compile_dir)
+        for name in ("english", "python"):
+            text = np.load(args.data / f"{name}_eval.npy")[: args.text_tokens]
+            found[name + suffix] = round(perplexity(config, text), 4)
+            print(f"{name}{suffix}: perplexity {found[name + suffix]}", file=sys.stderr, flush=True)
+    with LLM(engine_config(args.checkpoint, args.dtype, args.compile_dir)) as llm:
         tasks = exact_rates(llm, args.data, args.limit)
     result = {
         "kind": "demo-eval",
         "device": "cpu",
         "dtype": args.dtype,
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
         "command": "python -m scripts.train_demo.evaluate --data build/train_demo --checkpoint FOLDER --out FILE",
-        "perplexity": {"english": perplexity, "tokens": len(text), "five_gram_kneser_ney": baseline["perplexity"]},
+        "perplexity": found,
         "tasks": tasks,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    chart(result, args.out.with_suffix(".png"))
-    print(json.dumps({"perplexity": perplexity, "tasks": {n: t["score"] for n, t in tasks.items()}}))
+    print(json.dumps({"perplexity": found, "tasks": {n: t["score"] for n, t in tasks.items()}}))
     return 0
 
 

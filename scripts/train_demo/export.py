@@ -1,6 +1,8 @@
 """Writes trained weights as a checkpoint in the released, quantized format.
 
 python -m scripts.train_demo.export --data build/train_demo --weights build/trained/*.npz --out FOLDER
+
+--unquantized writes the same weights as bfloat16, to measure what quantization costs.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", type=Path, nargs="+", required=True, help="files of the model and of its draft")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--unquantized", action="store_true", help="bfloat16 weights instead of the released formats")
     args = parser.parse_args(arguments)
     raw = json.loads((args.data / "config.json").read_text(encoding="utf-8"))
+    if args.unquantized:
+        del raw["quantization_config"]
     config = ModelConfig.from_dict(raw)
     params = load_parts(args.weights)
     files = {name: args.data / name for name in ("tokenizer.json", "tokenizer_config.json")}

@@ -8,21 +8,20 @@ stores straight-through values instead of bytes.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
 
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import LayerPlan, ModelConfig
+from di_jax.model.quantization import matmul
 from di_jax.model.rope import rotate, rotation
 from di_jax.model.rows import Rows, make_rows
 from di_jax.model.transformer import Carry, Transformer
 from kernels_pallas.index_topk import reference as index_topk
-from scripts.train_demo.parameters import SELECTED
+from scripts.train_demo.attention import entries
 
 TILE = 128
 FAR = -1e30
@@ -36,6 +35,7 @@ class Forward:
     taps: Array  # [B * T, taps * D] what the draft reads
     load: Array  # fp32 [L, E] rows of each expert
     index_loss: Array  # fp32 [index sources] KL of each
+    covered: Array  # fp32 [index sources, B, S] share of the attention mass on the entries that would be selected
 
 
 def training_layout(config: ModelConfig, numerics: Any, batch: int, length: int) -> CacheLayout:
@@ -60,45 +60,41 @@ def training_rows(tokens: Array) -> Rows:
     )
 
 
-def forward(model: Transformer, tokens: Array, stride: int, *, index_loss: bool = True) -> Forward:
-    """Runs tokens int32 [B, T]. Every `stride`-th position is a query of the index loss."""
+def forward(model: Transformer, tokens: Array, sample: Array | None) -> Forward:
+    """Runs tokens int32 [B, T]. sample: positions int32 [B, S], the queries of the index loss, or None."""
     c = model.config
     batch, length = tokens.shape
     rows = training_rows(tokens)
     layout = training_layout(c, model.numerics, batch, length)
-    sample = (jnp.arange(batch)[:, None] * length + jnp.arange(stride - 1, length, stride)).reshape(-1)
     carry, memory = model.begin(rows, layout.allocate())
     cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
-    graph, params = nnx.split(model)
-    taps, loads, losses = [], [], []
+    taps, loads, losses, covered = [], [], [], []
     scores: Array | None = None
     mass: Array | None = None
+
+    def close_group() -> None:
+        if scores is not None and mass is not None:
+            losses.append(_divergence(scores, mass))
+            covered.append(_covered(scores, mass, c.index_topk))
+
     for plan in c.layers:
         if plan.layer in c.dspark_target_layer_ids:
             taps.append(model.tap(carry.streams))
-        if plan.owns_index and scores is not None:
-            losses.append(_divergence(scores, mass))
-            scores = None
-
-        @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
-        def one_layer(params: Any, carry: Carry, memory: list[Array], plan: LayerPlan = plan) -> tuple[Carry, Array]:
-            layer_model: Transformer = nnx.merge(graph, params)
-            carry, record = layer_model.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
-            chosen = jnp.sum(jax.nn.one_hot(record.experts, c.n_routed_experts, dtype=jnp.float32), axis=(0, 1))
-            return carry, chosen
-
         before = carry
-        carry, chosen = one_layer(params, carry, memory)
-        loads.append(chosen)
-        if index_loss and plan.ratio:
-            new_scores, new_mass = _index_terms(model, plan, before, carry, rows, memory, layout, sample, batch)
-            scores = new_scores if new_scores is not None else scores
-            mass = new_mass if plan.owns_index or mass is None else mass + new_mass
-    if scores is not None:
-        losses.append(_divergence(scores, mass))
+        carry, record = model.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
+        loads.append(jnp.sum(jax.nn.one_hot(record.experts, c.n_routed_experts, dtype=jnp.float32), axis=(0, 1)))
+        if sample is not None and plan.ratio:
+            new_scores, new_mass = _index_terms(model, plan, before, carry, rows, memory, layout, sample)
+            if new_scores is not None:
+                close_group()
+                scores, mass = new_scores, new_mass
+            else:
+                mass = new_mass if mass is None else mass + new_mass
+    close_group()
     hidden = model.norm(jnp.sum(carry.pre[..., None] * carry.streams.astype(jnp.float32), axis=-2))
     kl = jnp.stack(losses) if losses else jnp.zeros(1)
-    return Forward(hidden, jnp.concatenate(taps, axis=-1), jnp.stack(loads), kl)
+    inside = jnp.stack(covered) if covered else jnp.zeros((1, 0, 0))
+    return Forward(hidden, jnp.concatenate(taps, axis=-1), jnp.stack(loads), kl, inside)
 
 
 def _index_terms(
@@ -110,14 +106,14 @@ def _index_terms(
     memory: list[Array],
     layout: CacheLayout,
     sample: Array,
-    batch: int,
 ) -> tuple[Array | None, Array]:
     """(index scores [B, S, N] at an index source else None, head-summed attention mass [B, S, N]) of sampled rows.
 
     The mass has no gradient, and the scores' inputs are detached: the loss trains the indexer alone.
     """
     c, w = model.config, model.layers
-    ratio = c.compress_ratios[plan.layer]
+    ratio, batch = c.compress_ratios[plan.layer], len(sample)
+    sample = (sample + len(before.streams) // batch * jnp.arange(batch)[:, None]).reshape(-1)
     streams = lax.stop_gradient(before.streams)[sample]
     if plan.engram >= 0:
         assert model.engrams is not None
@@ -128,14 +124,8 @@ def _index_terms(
     latent = lax.stop_gradient(w.attn.latent_query(plan.layer, x))
     position = rows.position[sample]
     angles = rotation(c, True, position)
-    first, per_block = layout.source_offset[plan.kv_source], layout.entries_per_block[plan.kv_source]
-
-    def entries(pool: Array) -> Array:
-        pages = pool.reshape(batch, -1, *pool.shape[1:])[:, :, first : first + per_block]
-        return pages.reshape(batch, -1, pool.shape[-1])
-
     reachable = ((position + 1) // ratio).reshape(batch, -1)
-    keys = lax.stop_gradient(entries(after.state.compressed))
+    keys = lax.stop_gradient(entries(after.state.compressed, layout, plan.kv_source, batch))
     visible = jnp.arange(keys.shape[1]) < reachable[..., None]
     query = w.attn.wq_b(latent, plan.layer).reshape(-1, c.num_attention_heads, c.head_dim)
     query = rotate(query, (angles[0][:, None], angles[1][:, None]))
@@ -152,7 +142,7 @@ def _index_terms(
     assert model.indexers is not None
     index_query = model.indexers.query(plan.index_source, latent, angles)
     weights = model.indexers.head_weights(plan.index_source, x)
-    index_keys = entries(after.state.index).astype(index_query.dtype)
+    index_keys = entries(after.state.index, layout, plan.kv_source, batch).astype(index_query.dtype)
     score = jax.vmap(index_topk.scores)(
         index_query.reshape(batch, -1, *index_query.shape[1:]),
         weights.reshape(batch, -1, weights.shape[-1]),
@@ -161,9 +151,8 @@ def _index_terms(
     return jnp.where(visible, score, FAR), mass
 
 
-def _divergence(scores: Array, mass: Array | None) -> Array:
+def _divergence(scores: Array, mass: Array) -> Array:
     """Mean KL(mass / sum(mass) || softmax(scores)) over sampled queries that can reach an entry."""
-    assert mass is not None
     total = jnp.sum(mass, axis=-1, keepdims=True)
     target = mass / jnp.maximum(total, 1e-20)
     log_model = jax.nn.log_softmax(scores, axis=-1)
@@ -171,20 +160,35 @@ def _divergence(scores: Array, mass: Array | None) -> Array:
     return jnp.sum(kl) / jnp.maximum(jnp.sum(total > 0), 1)
 
 
-def cross_entropy(model: Transformer, hidden: Array, targets: Array, weights: Array, pieces: int = 8) -> Array:
-    """Weighted mean of the next-token loss; logits in `pieces` slices of the rows, never all at once.
+def _covered(scores: Array, mass: Array, k: int) -> Array:
+    """Share [B, S] of the mass on the k entries of the best score; an upper bound where candidates restrict them."""
+    lowest = lax.top_k(scores, min(k, scores.shape[-1]))[0][..., -1:]
+    inside = jnp.sum(jnp.where(scores >= lowest, mass, 0.0), axis=-1)
+    return lax.stop_gradient(inside / jnp.maximum(jnp.sum(mass, axis=-1), 1e-20))
 
-    hidden [N, D], targets int32 [N], weights fp32 [N].
+
+def cross_entropy(
+    model: Transformer, hidden: Array, targets: Array, classes: Array, weights: Array, pieces: int = 8
+) -> tuple[Array, Array]:
+    """(mean next-token loss weighted by class, sums fp32 [C, 3] of loss, hits and tokens by class).
+
+    hidden [N, D], targets int32 [N], classes uint8 [N], weights fp32 [C]. A hit: the target is the likeliest token.
+    Logits come in `pieces` slices of the rows, never all at once.
     """
     head = model.head.weight[...]
 
     @jax.checkpoint
-    def piece(carry: tuple[Array, Array], x: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
-        h, target, weight = x
-        logits = jnp.einsum("td,vd->tv", h, head.astype(h.dtype), preferred_element_type=jnp.float32)
-        loss = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return (carry[0] + jnp.sum(loss * weight), carry[1] + jnp.sum(weight)), None
+    def piece(sums: Array, x: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        h, target, kind = x
+        logits = matmul(h, head.astype(h.dtype), jnp.dtype(jnp.float32))
+        own = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - own
+        hit = (own >= jnp.max(logits, axis=-1)).astype(jnp.float32)
+        members = jax.nn.one_hot(kind, len(weights), dtype=jnp.float32)
+        counted = jnp.stack([loss, hit, jnp.ones_like(loss)], axis=1)
+        return sums + jnp.einsum("nc,nk->ck", members, counted, precision=lax.Precision.HIGHEST), None
 
-    split = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), (hidden, targets, weights))
-    (total, count), _ = lax.scan(piece, (jnp.zeros(()), jnp.zeros(())), split)
-    return total / jnp.maximum(count, 1.0)
+    split = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), (hidden, targets, classes))
+    sums, _ = lax.scan(piece, jnp.zeros((len(weights), 3)), split)
+    mean = jnp.dot(weights, sums[:, 0]) / jnp.maximum(jnp.dot(weights, sums[:, 2]), 1.0)
+    return mean, lax.stop_gradient(sums)

@@ -12,57 +12,77 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax import Array
-from jax.ad_checkpoint import checkpoint_name
+from jax import Array, lax
 
 from di_jax.checkpoint.loader import load_leaves
 from di_jax.checkpoint.reader import open_checkpoint
-from di_jax.model.config import ModelConfig
+from di_jax.model.cache import CacheLayout, EngineState
+from di_jax.model.config import LayerPlan, ModelConfig
 from di_jax.model.dspark import LEAF_PREFIX
 from di_jax.model.engram import HashTable, NgramHash
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.quantization import expand_rows, expand_weight
+from di_jax.model.rows import Rows
 from di_jax.model.transformer import Transformer, parameter_paths
 from kernels_pallas.choice import KernelChoice
-from kernels_pallas.sparse_attention.masked import ALL_REACHABLE
+from scripts.train_demo.attention import TrainingAttention, entries, select_entries
 
 Params = dict[str, Array]
 PART_BYTES = 15 * 2**20  # of one file that travels
 
-TRAINING_KERNELS = KernelChoice(overrides=(("expert_ffn", "dense"), ("sparse_attention", "masked")))
-SELECTED = "selected"  # kept from the forward pass: choosing again costs a sort of every score
-
-
-class Dense(nnx.Variable):
-    """Whether attention is dense: the indexer's warm-up."""
+TRAINING_KERNELS = KernelChoice(overrides=(("expert_ffn", "dense"),))
 
 
 class TrainingTransformer(Transformer):
-    """The model with a switch, inside one program, between dense and sparse attention."""
+    """The model over whole sequences, with dense attention for the indexer's warm-up or with sparse attention."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics) -> None:
+    def __init__(self, config: ModelConfig, numerics: Numerics, dense: bool) -> None:
         super().__init__(config, numerics, TRAINING_KERNELS)
-        self.dense = Dense(jnp.zeros((), bool))
+        self.dense = dense
+        self.layers.attn = TrainingAttention(config, numerics, TRAINING_KERNELS, config.num_hidden_layers, dense)
 
-    def select(self, *args: Any) -> tuple[Array, Array | None]:
-        selected, candidates = super().select(*args)
-        selected = jnp.where(self.dense[...], ALL_REACHABLE, selected)
-        return checkpoint_name(selected, SELECTED), candidates
+    def select(
+        self,
+        plan: LayerPlan,
+        x: Array,
+        latent_query: Array,
+        cos_sin: tuple[Array, Array],
+        rows: Rows,
+        state: EngineState,
+        layout: CacheLayout,
+        candidates: Any,
+    ) -> tuple[Any, Any]:
+        """Masks instead of lists; nothing is chosen if dense. The choice has no gradient."""
+        if self.dense:
+            return (), None
+        assert self.indexers is not None
+        batch = rows.start.shape[0]
+        query = self.indexers.query(plan.index_source, latent_query, cos_sin)
+        weights = self.indexers.head_weights(plan.index_source, x)
+        keys = layout.formats.index.decode(entries(state.index, layout, plan.kv_source, batch))
+        return select_entries(
+            lax.stop_gradient(query).reshape(batch, -1, *query.shape[1:]),
+            lax.stop_gradient(weights).reshape(batch, -1, weights.shape[-1]),
+            lax.stop_gradient(keys).astype(query.dtype),
+            self.config,
+            candidates if plan.is_reindex else None,
+            plan.is_candidate_source,
+        )
 
 
 def builder(
-    config: ModelConfig, numerics: Numerics, tables: EngramTables
-) -> tuple[Callable[[Mapping[str, Array], Array], TrainingTransformer], dict[str, tuple[int, ...]]]:
-    """(function from parameters by dotted path and the dense switch to the model, shapes by path)."""
-    model = nnx.eval_shape(lambda: TrainingTransformer(config, numerics))
+    config: ModelConfig, numerics: Numerics, tables: EngramTables, *, dense: bool = False
+) -> tuple[Callable[[Mapping[str, Array]], TrainingTransformer], dict[str, tuple[int, ...]]]:
+    """(function from parameters by dotted path to the model, shapes by path)."""
+    model = nnx.eval_shape(lambda: TrainingTransformer(config, numerics, dense))
     graph = nnx.graphdef(model)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     hashes = nnx.state(NgramHash(config, tables), HashTable)
 
-    def build(params: Mapping[str, Array], dense: Array) -> TrainingTransformer:
+    def build(params: Mapping[str, Array]) -> TrainingTransformer:
         loaded = nnx.from_flat_state({path: leaf.replace(params[name]) for name, (path, leaf) in flat.items()})
-        return nnx.merge(graph, nnx.merge_state(loaded, nnx.State({"ngram_hash": hashes, "dense": Dense(dense)})))
+        return nnx.merge(graph, nnx.merge_state(loaded, nnx.State({"ngram_hash": hashes})))
 
     return build, {name: leaf.get_value().shape for name, leaf in parameter_paths(model).items()}
 

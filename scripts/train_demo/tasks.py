@@ -11,8 +11,9 @@ Every raw example reads `name: question ->` and is answered by ` answer` and the
 Train and eval examples never coincide: a hash of an example's content sends it to one of the splits (1 in 10 to eval),
 whatever the seed. Facts are one table for both, since knowing it by heart is the task.
 
-Array names: N tokens, M examples. Token classes: TEXT plain text, PROMPT a question (mostly unpredictable), ANSWER what
-is to be learned, IGNORE no loss.
+Array names: N tokens, M examples. Token classes (CLASSES): TEXT plain text, PROMPT a question (mostly unpredictable),
+ANSWER what is to be learned, IGNORE no loss, CALC an answer of calc, RECALL_END the end token of a recalled value, and
+from RECALL on the recalled values by the distance to where the pair stood last.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from tokenizers import Tokenizer
 from scripts.train_demo.tokenizer import EOS_ID, LETTERS
 from scripts.train_demo.words import CITIES, COLOURS, JOBS, KEYS, NAMES, PETS, VALUES
 
-TEXT, PROMPT, ANSWER, IGNORE = range(4)
+TEXT, PROMPT, ANSWER, IGNORE, CALC, RECALL_END, RECALL = range(7)
+BANDS = (64, 256, 1024)  # first distances of the recall classes after the first, in tokens; 64 is the demo's window
+CLASSES = ("text", "prompt", "answer", "ignore", "calc", "recall_end", "recall_1", *(f"recall_{b}" for b in BANDS))
 Split = Literal["train", "eval"]
 Rng = np.random.Generator
 
@@ -39,7 +42,8 @@ PAIR_FACTS, TRIPLE_FACTS = 1_500, 1_500
 LENGTHS = {"copy": (3, 10), "reverse": (3, 8), "sort": (3, 8)}
 WORD_COPIES = 0.25  # share of copies that copy words, not letters
 DISTANCES = (256, 512, 1024, 2048, 4096)
-SEGMENT = 7  # tokens of "\nnote: key -> value\n" and of "\nrecall: key -> value" with its end token
+SEGMENT = 6  # tokens of "\nnote: key value\n" and of "\nrecall: key value" with its end token
+ASKED = 0.6  # share of a recall row's segments that ask, once there is something to ask about
 RAW_TASKS = ("copy", "reverse", "sort", "calc", "fact")
 
 
@@ -155,8 +159,11 @@ class Lexicon:
         return self.one(" ->")
 
     def segment(self, name: str) -> list[int]:
-        """`\\nname: key -> value` and a line end; cells 3 and 5 are to be filled in."""
-        return [self.one("\n"), *self.heading(name), 0, self.arrow, 0, self.one("\n")]
+        """`\\nname: key value` and a line end; cells 3 and 4 are to be filled in.
+
+        The value follows its key at once: what a layer has to learn first is to look for what came after this token.
+        """
+        return [self.one("\n"), *self.heading(name), 0, 0, self.one("\n")]
 
     def _each(self, pieces: Any) -> np.ndarray:
         return np.array([self.one(p) for p in pieces], np.int64)
@@ -281,44 +288,56 @@ class Tasks:
         keys, values = self._pairs(rng, others + 1, split)
         note, question = np.array(self.lexicon.segment("note")), np.array(self.lexicon.segment("recall"))
         notes = np.repeat(note[None], others + 1, axis=0)
-        notes[:, 3], notes[:, 5] = keys, values
-        question[[3, 5, 6]] = keys[0], values[0], EOS_ID
+        notes[:, 3], notes[:, 4] = keys, values
+        question[[3, 4, 5]] = keys[0], values[0], EOS_ID
         start = int(rng.integers(0, len(text) - distance - lead + 1))
         words = text[start : start + before + filler - others * SEGMENT]
         cuts = np.sort(rng.integers(before, len(words) + 1, others))
         pieces = [words[:before], notes[0]]
         for cut, end, other in zip([before, *cuts], [*cuts, len(words)], [*notes[1:], notes[:0].reshape(-1)]):
             pieces += [words[cut:end], other]
-        prompt = np.concatenate([*pieces, question[:5]]).tolist()
-        return Example(prompt, question[5:].tolist(), "recall", {"distance": distance})
+        prompt = np.concatenate([*pieces, question[:4]]).tolist()
+        return Example(prompt, question[4:].tolist(), "recall", {"distance": distance})
 
-    def recall_row(self, rng: Rng, length: int, max_distance: int, text: np.ndarray, every: int = 32) -> Packed:
-        """A row of text [length] strewn with notes and with questions about them: the dense form for training.
+    def recall_row(self, rng: Rng, length: int, max_distance: int, text: np.ndarray, density: float) -> Packed:
+        """A row [length] of notes and of questions about them, with text between: multi-query associative recall.
 
-        Distances are log-uniform and uniform by halves, up to `max_distance`; a pair about every `every` tokens, at
-        most one per key. The text runs on around the segments and keeps its own loss.
+        density: share of the tokens in notes and questions, 1 for no text at all. Each key is noted once and may be
+        asked several times. A question's distance, to where its pair stood last, is at most `max_distance`; the
+        aims are uniform and log-uniform by halves. The text runs on around the segments and keeps its own loss.
         """
         lex, size = self.lexicon, SEGMENT
-        wanted = int(rng.integers(1, max(2, min(len(KEYS), length // every)) + 1))
-        keys, values = self._pairs(rng, wanted, "train")
+        slots = min(length // size, max(2, round(density * length / size)))
+        starts = size * np.arange(slots) + np.sort(rng.integers(0, length - slots * size + 1, slots))
+        # Few keys are asked again and again, many hardly twice. Rows of few are where telling keys apart is learned:
+        # among many, a guess at any value in sight is nearly as good.
+        most = min(len(KEYS), max(2, slots // 2))
+        limit = most if rng.random() < 0.3 else round(float(np.exp(rng.uniform(np.log(2), np.log(most)))))
+        keys, values = self._pairs(rng, limit, "train")
+        top = min(max_distance, length)
+        aims = np.log(np.where(rng.random(slots) < 0.5, rng.uniform(size, top, slots), 0) + 1e-9)
+        aims = np.where(aims > 0, aims, rng.uniform(np.log(size), np.log(top), slots))
+        asks = rng.random(slots) < ASKED
         tokens, classes = np.full(length, -1, np.int64), np.full(length, TEXT, np.uint8)
         note, question = np.array(lex.segment("note")), np.array(lex.segment("recall"))
-        question[6] = EOS_ID
-        top = min(max_distance, length - size)
-        uniform = rng.random(wanted) < 0.5
-        spread = np.exp(rng.uniform(np.log(size), np.log(top + 1), wanted))
-        distances = np.where(uniform, rng.integers(size, top + 1, wanted), spread).astype(np.int64)
-        places = (rng.random((wanted, 4)) * (length - size - distances + 1)[:, None]).astype(np.int64)
-        for key, value, distance, tries in zip(keys, values, distances, places):
-            for at in tries:
-                to = at + distance
-                if tokens[at : at + size].max() < 0 and tokens[to : to + size].max() < 0:
-                    note[3] = question[3] = key
-                    note[5] = question[5] = value
-                    tokens[at : at + size], tokens[to : to + size] = note, question
-                    classes[at : at + size] = classes[to : to + size] = PROMPT
-                    classes[to + 5 : to + 7] = ANSWER
-                    break
+        question[5] = EOS_ID
+        seen, noted = np.zeros(limit, np.int64), 0  # where each pair stood last
+        for at, aim, ask in zip(starts.tolist(), aims.tolist(), asks.tolist()):
+            distances = at - seen[:noted]
+            off = np.abs(np.log(distances) - aim) + np.where(distances > top, np.inf, 0)
+            which = int(np.argmin(off)) if noted else 0
+            if (ask or noted == limit) and noted and off[which] < np.inf:
+                segment, distance = question, int(distances[which])
+                classes[at : at + size] = PROMPT
+                classes[at + 4 : at + 6] = RECALL + np.searchsorted(BANDS, distance, side="right"), RECALL_END
+            elif noted < limit:
+                segment, which, noted = note, noted, noted + 1
+                classes[at : at + size] = PROMPT
+            else:
+                continue
+            tokens[at : at + size] = segment
+            tokens[[at + 3, at + 4]] = keys[which], values[which]
+            seen[which] = at
         free = tokens < 0
         start = int(rng.integers(0, len(text) - length))
         tokens[free] = text[start : start + int(free.sum())]

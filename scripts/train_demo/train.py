@@ -3,21 +3,29 @@
 python -m scripts.train_demo.train --data build/train_demo --state /tmp/state --out out --minutes 9 --total-minutes 24
 
 --state keeps an Orbax checkpoint with the optimizer, for the next stretch on the same machine. --out gets the weights
-alone, in files of at most 15 MiB, the log as JSON lines and the loss curve as PNG; --weights starts from such files on
-another machine, with a fresh optimizer. Progress through the schedule is measured in minutes of training.
+alone, in files of at most 15 MiB, the log as JSON lines and the curves as PNG; --weights or --checkpoint starts from
+weights on another machine, with a fresh optimizer. Time is counted in minutes of training, compilation aside.
+
+--stages names the curriculum: a stage ends when recall beyond the window has been learned, or after its minutes. The
+indexer can only learn to select what attention looks at, so recall has to be learned with dense attention first.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
+import itertools
 import json
+import math
 import queue
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +34,86 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax import Array
+from jax import Array, lax
 from tqdm import tqdm
 
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from scripts.train_demo.dataset import Batches
+from scripts.train_demo.dataset import Batches, Data, Mix, loss_weights
 from scripts.train_demo.forward import cross_entropy, forward
 from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts, save_parts
+from scripts.train_demo.tasks import ANSWER, CALC, CLASSES, RECALL, TEXT
 
 BIAS_STEP = 0.001  # router bias: towards the mean load, by this much a step
 INDEX_WEIGHT = 1.0
+LEARNED = 0.9  # share of right values, asked beyond the window, that ends a stage
+WARM_UP = 50  # steps of a fresh optimizer
+FLOOR = 0.05  # of the peak rate, at the end
+LOGGED_EVERY = 20  # steps
+PROFILED = (30, 3)  # steps before the trace and in it
+TRACING = threading.Lock()  # Python traces one step after the other, the first stage's first; XLA compiles side by side
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of the schedule: from `begin` of the progress on, batches of one shape.
+    """A part of the curriculum: batches of one shape.
 
-    stride: one query in that many has an index loss.
+    dense: attention to every entry, nothing selected. stride: one query in that many has an index loss.
     """
 
-    begin: float
+    name: str
     batch: int
     length: int
+    dense: bool
     stride: int
 
 
-STAGES = (
-    Stage(0.0, 32, 1024, 16),
-    Stage(0.5, 8, 4608, 32),  # recall over 4,096 tokens fits
-)
-DENSE_UNTIL = 0.2  # of the progress: dense attention, so that the indexer learns from all of the mass
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("dense", 32, 1024, True, 16),
+        Stage("sparse", 32, 1024, False, 16),
+        Stage("dense_long", 8, 4608, True, 32),
+        Stage("long", 8, 4608, False, 32),  # recall over 4,096 tokens fits
+    )
+}
 
 
-def learning_rate(progress: Array, peak: float) -> Array:
-    """Warm-up over 1% of the schedule, constant, then linear to 5% over the last 40%."""
-    warm = jnp.minimum(progress / 0.01, 1.0)
-    decay = jnp.clip((1.0 - progress) / 0.4, 0.05, 1.0)
-    return peak * warm * decay
+def plan_of(words: list[str]) -> list[tuple[Stage, float]]:
+    """`NAME` or `NAME:MINUTES` each -> (stage, seconds at most)."""
+    plan = []
+    for word in words:
+        name, _, minutes = word.partition(":")
+        if name not in STAGES:
+            raise ValueError(f"--stages: unknown stage {name!r}; there are {', '.join(STAGES)}")
+        plan.append((STAGES[name], 60 * float(minutes) if minutes else math.inf))
+    return plan
+
+
+def curriculum(stage: Stage, recall: float) -> Mix:
+    """What a stage trains on. recall: share of values beyond the window that were right of late.
+
+    Rows full of notes and questions until the first are right, then also such as are text for the most part.
+    """
+    if stage.length <= 1024:
+        density = (0.5, 1.0) if recall < 0.5 else (0.1, 1.0)
+        return dataclasses.replace(Mix(), max_distance=stage.length, density=density).with_recall(0.45)
+    return dataclasses.replace(Mix(), density=(0.03, 1.0)).with_recall(0.4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Learning rate: `peak`, and from minute `decay_from` on linearly to FLOOR of it at minute `total`."""
+
+    peak: float
+    decay_from: float
+    total: float
+
+    def at(self, minutes: float, steps: int) -> float:
+        """After so many minutes of training, with an optimizer that has made `steps` steps."""
+        left = (self.total - minutes) / max(self.total - self.decay_from, 1e-9)
+        return self.peak * min(1.0, (steps + 1) / WARM_UP) * min(1.0, max(FLOOR, left))
 
 
 def optimizer(peak: float) -> optax.GradientTransformation:
@@ -84,23 +133,45 @@ def optimizer(peak: float) -> optax.GradientTransformation:
     )(learning_rate=peak)
 
 
-def make_step(
-    config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation, peak: float
-) -> Any:
-    """The jitted training step of a stage: (params, optimizer state, tokens [B, T+1], weights [B, T], progress)."""
-    build, _ = builder(config, Numerics.training("bfloat16"), tables)
+def sample_positions(classes: Array, stride: int) -> Array:
+    """The queries of the index loss, int32 [B, T / stride]: half of them spaced evenly, half where a value is recalled.
 
-    def loss(params: Params, tokens: Array, weights: Array, dense: Array) -> tuple[Array, dict[str, Array]]:
-        model = build(params, dense)
-        out = forward(model, tokens[:, :-1], stage.stride)
-        ce = cross_entropy(model, out.hidden, tokens[:, 1:].reshape(-1), weights.reshape(-1))
+    classes [B, T] of the predicted tokens. Rows without recall are sampled at arbitrary positions instead.
+    """
+    batch, length = classes.shape
+    half = length // stride // 2
+    even = jnp.broadcast_to(jnp.arange(2 * stride - 1, length, 2 * stride, dtype=jnp.int32), (batch, half))
+    spread = (jnp.arange(length) * 0.6180339887) % 1.0  # an order that favours no part of the row
+    _, chosen = lax.top_k((classes >= RECALL) + spread, half)
+    return jnp.concatenate([even, chosen.astype(jnp.int32)], axis=1)
+
+
+def make_step(config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation) -> Any:
+    """The jitted training step of a stage: (params, optimizer state, tokens [B, T+1], classes [B, T], rate)."""
+    build, _ = builder(config, Numerics.training("bfloat16"), tables, dense=stage.dense)
+    weights = jnp.asarray(loss_weights())
+
+    def loss(params: Params, tokens: Array, classes: Array) -> tuple[Array, dict[str, Array]]:
+        model = build(params)
+        sample = sample_positions(classes, stage.stride)
+        out = forward(model, tokens[:, :-1], sample)
+        ce, sums = cross_entropy(model, out.hidden, tokens[:, 1:].reshape(-1), classes.reshape(-1), weights)
+        recalls = jnp.take_along_axis(classes, sample, axis=1) >= RECALL
         mean = jnp.mean(out.load, axis=-1, keepdims=True)
-        report = {"loss": ce, "index": out.index_loss, "load": out.load, "balance": jnp.max(out.load / mean)}
+        report = {
+            "loss": ce,
+            "classes": sums,
+            "index": out.index_loss,
+            "covered": jnp.mean(out.covered, axis=(1, 2)),
+            "covered_recall": jnp.sum(out.covered * recalls, axis=(1, 2)) / jnp.maximum(jnp.sum(recalls), 1),
+            "load": out.load,
+            "balance": jnp.max(out.load / mean),
+        }
         return ce + INDEX_WEIGHT * jnp.mean(out.index_loss), report
 
-    def step(params: Params, state: Any, tokens: Array, weights: Array, progress: Array) -> Any:
-        (_, report), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, weights, progress < DENSE_UNTIL)
-        state.hyperparams["learning_rate"] = learning_rate(progress, peak)
+    def step(params: Params, state: Any, tokens: Array, classes: Array, rate: Array) -> Any:
+        (_, report), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, classes)
+        state.hyperparams["learning_rate"] = rate
         updates, state = opt.update(grads, state, params)
         updated = optax.apply_updates(params, updates)
         load = report.pop("load")
@@ -114,22 +185,21 @@ def make_step(
 
 
 def compiled_step(
-    config: ModelConfig,
-    tables: EngramTables,
-    stage: Stage,
-    opt: optax.GradientTransformation,
-    peak: float,
-    params: Params,
-    state: Any,
+    config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation, params: Params
 ) -> Callable[..., Any]:
     """The executable of a stage's step."""
     began = time.monotonic()
+    state = jax.eval_shape(opt.init, params)
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), (params, state))
     tokens = jax.ShapeDtypeStruct((stage.batch, stage.length + 1), jnp.int32)
-    weights = jax.ShapeDtypeStruct((stage.batch, stage.length), jnp.float32)
-    progress = jax.ShapeDtypeStruct((), jnp.float32)
-    executable = make_step(config, tables, stage, opt, peak).lower(*abstract, tokens, weights, progress).compile()
-    print(f"{stage}: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    classes = jax.ShapeDtypeStruct((stage.batch, stage.length), jnp.uint8)
+    rate = jax.ShapeDtypeStruct((), jnp.float32)
+    with TRACING:
+        lowered = make_step(config, tables, stage, opt).lower(*abstract, tokens, classes, rate)
+    executable = lowered.compile()
+    memory = executable.memory_analysis().temp_size_in_bytes / 2**30
+    took = time.monotonic() - began
+    print(f"{stage.name}: compiled in {took:.0f} s, {memory:.1f} GiB of temporaries", file=sys.stderr, flush=True)
     return executable
 
 
@@ -140,7 +210,7 @@ def prefetch(batches: Iterator[Any], depth: int = 4) -> Iterator[Any]:
 
     def work() -> None:
         for batch in batches:
-            item = jax.device_put((batch["tokens"], batch["weights"]))
+            item = jax.device_put((batch["tokens"], batch["classes"]))
             while not stop.is_set():
                 try:
                     ready.put(item, timeout=0.5)
@@ -158,134 +228,260 @@ def prefetch(batches: Iterator[Any], depth: int = 4) -> Iterator[Any]:
         stop.set()
 
 
+@dataclasses.dataclass
+class Clock:
+    """How far training is; what a later stretch goes on from, beside weights and optimizer."""
+
+    step: int = 0
+    optimizer_steps: int = 0
+    trained_s: float = 0.0
+    stage: str = ""
+    stage_s: float = 0.0
+    stage_done: bool = False
+    recall: float = 0.0  # share of right values beyond the window in the last interval
+
+    def remaining(self, plan: list[tuple[Stage, float]]) -> list[tuple[Stage, float]]:
+        """The part of the plan that is still to do: from the clock's stage on, or all if it is not in the plan."""
+        names = [stage.name for stage, _ in plan]
+        if self.stage not in names:
+            return plan
+        return plan[names.index(self.stage) + self.stage_done :]
+
+    def enter(self, stage: Stage) -> None:
+        if stage.name != self.stage:
+            self.stage, self.stage_s, self.stage_done = stage.name, 0.0, False
+
+
+def by_kind(sums: np.ndarray) -> dict[str, dict[str, float]]:
+    """fp32 [C, 3] sums of loss, hits and tokens by class -> mean loss, accuracy and tokens of every class that occurs,
+    and of all recalled values beyond the window as `recall_far`."""
+    rows = {name: sums[i] for i, name in enumerate(CLASSES)}
+    rows["recall_far"] = sums[RECALL + 1 :].sum(axis=0)
+    return {
+        name: {"loss": round(float(loss / n), 4), "right": round(float(hits / n), 4), "tokens": int(n)}
+        for name, (loss, hits, n) in rows.items()
+        if n > 0
+    }
+
+
+class Stretch:
+    """One call: trains until the plan, the schedule or the time is used up, and keeps the log."""
+
+    def __init__(self, clock: Clock, rate: Rate, deadline: float, log_file: Path, profile: Path | None) -> None:
+        self.clock, self.rate, self.deadline, self.log_file, self.profile = clock, rate, deadline, log_file, profile
+
+    def over(self) -> bool:
+        return time.monotonic() > self.deadline or self.clock.trained_s >= 60 * self.rate.total
+
+    def run(
+        self, stage: Stage, seconds: float, step: Callable[..., Any], batches: Iterator[Any], params: Params, state: Any
+    ) -> tuple[Params, Any]:
+        """Steps of one stage until it has been learned or its seconds, the schedule or the time are used up."""
+        clock = self.clock
+        clock.enter(stage)
+        pending: list[dict[str, Array]] = []
+        last: float | None = None
+        done = 0
+        with (
+            self.log_file.open("a", encoding="utf-8") as log,
+            tqdm(desc=stage.name, unit="step", disable=None, file=sys.stderr) as bar,
+        ):
+            for tokens, classes in batches:
+                if self.profile is not None and done == PROFILED[0]:
+                    params, state = self._profiled(stage, step, batches, params, state)
+                    last = None  # its time is not training time
+                rate = self.rate.at(clock.trained_s / 60, clock.optimizer_steps)
+                params, state, report = step(params, state, tokens, classes, jnp.float32(rate))
+                pending.append(report)
+                done += 1
+                clock.step, clock.optimizer_steps = clock.step + 1, clock.optimizer_steps + 1
+                if len(pending) < LOGGED_EVERY and last is not None:
+                    continue
+                values = jax.device_get(pending)
+                now = time.monotonic()
+                elapsed = 0.0 if last is None else now - last
+                speed = len(pending) * stage.batch * stage.length / elapsed if last is not None else 0.0
+                pending, last = [], now
+                clock.trained_s, clock.stage_s = clock.trained_s + elapsed, clock.stage_s + elapsed
+                record = {
+                    "step": clock.step,
+                    "trained_s": round(clock.trained_s, 1),
+                    "stage": stage.name,
+                    "length": stage.length,
+                    "rate": rate,
+                    "loss": round(float(np.mean([v["loss"] for v in values])), 4),
+                    "kinds": by_kind(np.sum([v["classes"] for v in values], axis=0)),
+                    **{
+                        name: np.mean([v[name] for v in values], axis=0).astype(float).round(4).tolist()
+                        for name in ("index", "covered", "covered_recall", "balance", "gradient")
+                    },
+                    "tokens_per_s": round(speed),
+                }
+                clock.recall = record["kinds"].get("recall_far", {"right": clock.recall})["right"]
+                print(json.dumps(record), file=log, flush=True)
+                bar.update(len(values))
+                bar.set_postfix(loss=record["loss"], recall=clock.recall, tok_s=record["tokens_per_s"])
+                if clock.stage_s >= seconds or (math.isfinite(seconds) and clock.recall >= LEARNED):
+                    clock.stage_done = True
+                    break
+                if self.over():
+                    break
+        jax.block_until_ready(params)
+        return params, state
+
+    def _profiled(
+        self, stage: Stage, step: Callable[..., Any], batches: Iterator[Any], params: Params, state: Any
+    ) -> tuple[Params, Any]:
+        """A few steps in a trace that ui.perfetto.dev reads: `trace-STAGE.json.gz`."""
+        assert self.profile is not None
+        clock = self.clock
+        with tempfile.TemporaryDirectory() as folder:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level, options.host_tracer_level = 0, 1
+            jax.block_until_ready(params)
+            jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+            for _ in range(PROFILED[1]):
+                rate = self.rate.at(clock.trained_s / 60, clock.optimizer_steps)
+                params, state, _ = step(params, state, *next(batches), jnp.float32(rate))
+                clock.step, clock.optimizer_steps = clock.step + 1, clock.optimizer_steps + 1
+            jax.block_until_ready(params)
+            jax.profiler.stop_trace()
+            self.profile.mkdir(parents=True, exist_ok=True)
+            found = next(Path(folder).rglob("perfetto_trace.json.gz"))
+            shutil.copy(found, self.profile / f"trace-{stage.name}.json.gz")
+        (self.profile / f"kernels-{stage.name}.txt").write_text(
+            kernel_table(self.profile / f"trace-{stage.name}.json.gz")
+        )
+        self.profile = None
+        return params, state
+
+
+def kernel_table(trace: Path, most: int = 60) -> str:
+    """Milliseconds and launches of the kernels that take the longest, of all streams of a trace together."""
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    streams = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")  # not the groupings beside them
+    }
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            spent.setdefault(event["name"], []).append(event.get("dur", 0.0) / 1000)
+    ordered = sorted(spent.items(), key=lambda item: -sum(item[1]))
+    total = sum(map(sum, spent.values()))
+    lines = [f"{total:10.2f} ms {sum(map(len, spent.values())):7d} in all"]
+    return "\n".join(lines + [f"{sum(t):10.2f} ms {len(t):7d} {name}" for name, t in ordered[:most]]) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="train the demo model, one stretch")
     parser.add_argument("--data", type=Path, required=True, help="what scripts.train_demo.prepare made")
     parser.add_argument("--state", type=Path, required=True, help="checkpoint of the last stretch, with the optimizer")
-    parser.add_argument("--out", type=Path, required=True, help="folder for weights, log and loss curve")
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights, log and curves")
     parser.add_argument("--weights", type=Path, nargs="*", default=[], help="weight files to start from")
     parser.add_argument("--checkpoint", type=Path, help="an exported checkpoint to start from")
+    parser.add_argument("--stages", nargs="+", default=["dense:5", "sparse:1.5", "long"], metavar="NAME[:MINUTES]")
     parser.add_argument("--minutes", type=float, required=True, help="of this stretch, compilation included")
     parser.add_argument("--total-minutes", type=float, required=True, help="of training in the whole schedule")
-    parser.add_argument("--start-progress", type=float, default=0.0, help="progress already made by the weights")
+    parser.add_argument("--decay-from", type=float, help="minute of training; by default at 60%% of the schedule")
+    parser.add_argument("--trained-minutes", type=float, default=0.0, help="of this schedule, made by given weights")
     parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", type=Path, help="folder for a trace of the first stage")
     args = parser.parse_args(arguments)
     began = time.monotonic()
+    plan = plan_of(args.stages)
     args.out.mkdir(parents=True, exist_ok=True)
     config = ModelConfig.from_file(args.data / "config.json")
     tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
     _, shapes = builder(config, Numerics.training("bfloat16"), tables)
     opt = optimizer(args.peak)
-    params = initial(config, shapes, args.seed)
     if args.weights:
         params = {path: jnp.asarray(value) for path, value in load_parts(args.weights).items()}
-    if args.checkpoint:
+    elif args.checkpoint:
         params = {path: jnp.asarray(value) for path, value in from_checkpoint(args.checkpoint, config).items()}
+    else:
+        params = initial(config, shapes, args.seed)
     state = opt.init(params)
-    clock = {"step": 0, "trained_s": args.start_progress * args.total_minutes * 60}
+    clock = Clock(trained_s=60 * args.trained_minutes)
     manager = ocp.CheckpointManager(args.state.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1))
     if manager.latest_step() is not None:
+        template = ocp.args.StandardRestore({"params": params, "state": state})
         restored = manager.restore(
-            manager.latest_step(), args=ocp.args.StandardRestore({"params": params, "state": state, "clock": clock})
+            manager.latest_step(), args=ocp.args.Composite(arrays=template, clock=ocp.args.JsonRestore())
         )
-        params, state, clock = restored["params"], restored["state"], restored["clock"]
-        clock = {"step": int(clock["step"]), "trained_s": float(clock["trained_s"])}
-    log_file = args.out / "log.jsonl"
-    total = args.total_minutes * 60
+        params, state, clock = restored.arrays["params"], restored.arrays["state"], Clock(**restored.clock)
+    rate = Rate(
+        args.peak, args.decay_from if args.decay_from is not None else 0.6 * args.total_minutes, args.total_minutes
+    )
     deadline = began + args.minutes * 60 - 30  # the rest is for saving
-    with (
-        log_file.open("a", encoding="utf-8") as log,
-        tqdm(total=round(total), initial=round(clock["trained_s"]), unit="s", disable=None, file=sys.stderr) as bar,
-    ):
-        ends = [stage.begin for stage in STAGES[1:]] + [1.0]
-        todo = [(stage, end) for stage, end in zip(STAGES, ends, strict=True) if clock["trained_s"] < end * total]
-        # Later stages compile while the first one trains.
-        compiler = ThreadPoolExecutor(len(STAGES))
-        steps = [
-            compiler.submit(compiled_step, config, tables, stage, opt, args.peak, params, state) for stage, _ in todo
+    stretch = Stretch(clock, rate, deadline, args.out / "log.jsonl", args.profile)
+    data = Data(args.data)
+    todo = clock.remaining(plan)
+    # Later stages compile while the first one trains.
+    with ThreadPoolExecutor(max(1, len(todo))) as compiler:
+        steps: list[Future[Callable[..., Any]]] = [
+            compiler.submit(compiled_step, config, tables, stage, opt, params) for stage, _ in todo
         ]
-        for (stage, end), future in zip(todo, steps, strict=True):
-            if time.monotonic() > deadline:
+        for (stage, seconds), future in zip(todo, steps, strict=True):
+            if stretch.over():
                 break
             step = future.result()
-            batches = Batches(args.data, args.seed, stage.batch, stage.length, start=clock["step"])
-            params, state = run_stage(
-                step, stage, prefetch(iter(batches)), params, state, clock, end * total, total, deadline, log, bar
-            )
-    manager.save(clock["step"], args=ocp.args.StandardSave({"params": params, "state": state, "clock": clock}))
+            mix = lambda _, stage=stage: curriculum(stage, clock.recall)  # noqa: E731
+            batches = prefetch(iter(Batches(data, args.seed, stage.batch, stage.length, mix, start=clock.step)))
+            params, state = stretch.run(stage, seconds, step, batches, params, state)
+    manager.save(
+        clock.step,
+        args=ocp.args.Composite(
+            arrays=ocp.args.StandardSave({"params": params, "state": state}),
+            clock=ocp.args.JsonSave(dataclasses.asdict(clock)),
+        ),
+    )
     manager.wait_until_finished()
     save_parts(args.out, params, "weights")
-    (args.out / "progress.json").write_text(json.dumps({**clock, "progress": clock["trained_s"] / total}) + "\n")
-    plot(log_file, args.out / "loss.png")
-    print(json.dumps(clock))
+    (args.out / "progress.json").write_text(json.dumps(dataclasses.asdict(clock)) + "\n")
+    plot(args.out / "log.jsonl", args.out / "loss.png")
+    print(json.dumps(dataclasses.asdict(clock)))
     return 0
 
 
-def run_stage(
-    step: Callable[..., Any],
-    stage: Stage,
-    batches: Iterator[Any],
-    params: Params,
-    state: Any,
-    clock: dict[str, Any],
-    end: float,
-    total: float,
-    deadline: float,
-    log: Any,
-    bar: tqdm,
-) -> tuple[Params, Any]:
-    """Steps of one stage until its share of the schedule or the stretch's time is used up, compilation not counted."""
-    pending: list[tuple[int, dict[str, Array]]] = []
-    last: float | None = None
-    for tokens, weights in batches:
-        progress = min(clock["trained_s"] / total, 1.0)
-        params, state, report = step(params, state, tokens, weights, jnp.float32(progress))
-        pending.append((clock["step"], report))
-        clock["step"] += 1
-        if len(pending) == 20 or last is None:
-            values = [(n, jax.device_get(r)) for n, r in pending]
-            pending = []
-            now = time.monotonic()
-            if last is not None:
-                clock["trained_s"] += now - last
-                bar.update(round(now - last, 2))
-            speed = 0.0 if last is None else len(values) * stage.batch * stage.length / (now - last)
-            last = now
-            record = {
-                "step": clock["step"],
-                "trained_s": round(clock["trained_s"], 1),
-                "length": stage.length,
-                "loss": float(np.mean([v["loss"] for _, v in values])),
-                "index": np.mean([v["index"] for _, v in values], axis=0).round(4).tolist(),
-                "balance": float(np.mean([v["balance"] for _, v in values])),
-                "gradient": float(np.mean([v["gradient"] for _, v in values])),
-                "tokens_per_s": round(speed),
-            }
-            print(json.dumps(record), file=log, flush=True)
-            bar.set_postfix(loss=f"{record['loss']:.3f}", tok_s=record["tokens_per_s"])
-            if clock["trained_s"] >= end or now > deadline:
-                break
-    jax.block_until_ready(params)
-    return params, state
-
-
 def plot(log_file: Path, picture: Path) -> None:
-    """The loss curve with the stages' lengths."""
+    """Loss, accuracy by kind of token and the indexer's loss over the minutes of training, with the stages marked."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     records = [json.loads(line) for line in log_file.read_text(encoding="utf-8").splitlines()]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2))
-    for length in sorted({r["length"] for r in records}):
-        part = [r for r in records if r["length"] == length]
-        top.plot([r["trained_s"] / 60 for r in part], [r["loss"] for r in part], label=f"{length} tokens")
-    bottom.plot([r["trained_s"] / 60 for r in records], [np.mean(r["index"]) for r in records], color="tab:green")
-    top.set(ylabel="weighted loss, nats")
-    top.legend()
-    bottom.set(ylabel="index KL, nats", xlabel="minutes of training")
+    figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8, 9), sharex=True)
+
+    def curve(axes: Any, values: list[Any], **style: Any) -> None:
+        found = [(r["trained_s"] / 60, v) for r, v in zip(records, values, strict=True) if v is not None]
+        if found:
+            axes.plot(*zip(*found, strict=True), **style)
+
+    def kinds(name: str, field: str) -> list[Any]:
+        return [r["kinds"].get(name, {}).get(field) for r in records]
+
+    curve(top, [r["loss"] for r in records], label="weighted, all")
+    curve(top, kinds(CLASSES[TEXT], "loss"), label="text")
+    for token_class in (*range(RECALL, len(CLASSES)), CALC, ANSWER):
+        curve(middle, kinds(CLASSES[token_class], "right"), label=CLASSES[token_class])
+    curve(bottom, [float(np.mean(r["index"])) for r in records], color="tab:green", label="KL, nats")
+    curve(bottom, [float(np.mean(r["covered_recall"])) for r in records], label="mass selected, recall")
+    curve(bottom, [float(np.mean(r["covered"])) for r in records], label="mass selected, all")
+    for before, after in itertools.pairwise(records):
+        if before["stage"] != after["stage"]:
+            for axes in (top, middle, bottom):
+                axes.axvline(after["trained_s"] / 60, color="0.8", zorder=0)
+            top.text(after["trained_s"] / 60, top.get_ylim()[1], after["stage"], va="top", fontsize=8)
+    top.set(ylabel="loss, nats")
+    middle.set(ylabel="right tokens", ylim=(0, 1.02))
+    bottom.set(ylabel="indexer", xlabel="minutes of training")
+    for axes in (top, middle, bottom):
+        axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
 

@@ -1,6 +1,6 @@
 """Trains the three DSpark stages on the frozen demo model (dspark 1.5): cross entropy, total variation, confidence.
 
-python -m scripts.train_demo.train_draft --data build/train_demo --target out/weights-*.npz --out out --minutes 3
+python -m scripts.train_demo.train_draft --data build/train_demo --target out/weights-*.npz --out out --minutes 5
 
 At anchors all over a text the draft sees what it would see while decoding: the target's taps before the anchor, the
 anchor, and noise. Its five rows are compared with the target's own distributions, teacher-forced on the text.
@@ -31,11 +31,20 @@ from di_jax.model.linear import Numerics
 from di_jax.model.transformer import Transformer
 from scripts.train_demo.dataset import Batches
 from scripts.train_demo.forward import forward
-from scripts.train_demo.parameters import TRAINING_KERNELS, Params, builder, initial, load_parts, save_parts
-from scripts.train_demo.train import learning_rate, optimizer, prefetch
+from scripts.train_demo.parameters import (
+    TRAINING_KERNELS,
+    Params,
+    builder,
+    from_checkpoint,
+    initial,
+    load_parts,
+    save_parts,
+)
+from scripts.train_demo.train import Rate, optimizer, prefetch
 
 CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the losses, dspark 1.5
-BATCH, LENGTH, STRIDE = 32, 1024, 16  # an anchor every 16 tokens
+BATCH, LENGTH = 32, 1024
+STRIDE = 8  # an anchor every so many tokens: the frozen pass costs most, so that each is used for many
 
 
 def draft_builder(config: ModelConfig, numerics: Numerics) -> tuple[Callable[[Params], DraftModel], dict[str, Any]]:
@@ -103,7 +112,10 @@ def losses(found: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="train the draft of the demo model")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--target", type=Path, nargs="+", required=True, help="weight files of the trained model")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--target", type=Path, nargs="+", help="weight files of the trained model")
+    target.add_argument("--checkpoint", type=Path, help="an exported checkpoint of it; its draft is where to start")
+    parser.add_argument("--draft", type=Path, nargs="*", default=[], help="weight files of a draft to start from")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True, help="compilation included")
     parser.add_argument("--peak", type=float, default=2e-3)
@@ -114,20 +126,29 @@ def main(arguments: list[str] | None = None) -> int:
     numerics = Numerics.training("bfloat16")
     build_target, _ = builder(config, numerics, tables)
     build_draft, shapes = draft_builder(config, numerics)
-    frozen = {path: jnp.asarray(value) for path, value in load_parts(args.target).items()}
-    params = initial(config, shapes, seed=1)
+
+    def loaded(found: dict[str, np.ndarray], prefix: str = "") -> Params:
+        return {path.removeprefix(prefix): jnp.asarray(value) for path, value in found.items()}
+
+    if args.checkpoint:
+        frozen = loaded(from_checkpoint(args.checkpoint, config))
+        params = loaded(from_checkpoint(args.checkpoint, config, draft=True), LEAF_PREFIX)
+    else:
+        frozen, params = loaded(load_parts(args.target)), initial(config, shapes, seed=1)
+    if args.draft:
+        params = loaded(load_parts(args.draft), LEAF_PREFIX)
     opt = optimizer(args.peak)
     state = opt.init(params)
 
     def loss(params: Params, frozen: Params, tokens: Array, offset: Array) -> tuple[Array, dict[str, Array]]:
-        target = build_target(frozen, jnp.zeros((), bool))
-        out = forward(target, tokens[:, :-1], STRIDE, index_loss=False)
+        target = build_target(frozen)
+        out = forward(target, tokens[:, :-1], None)
         hidden, taps = lax.stop_gradient((out.hidden, out.taps))
         return losses(blocks(build_draft(params), target, tokens, hidden, taps, offset))
 
-    def step(params: Params, state: Any, frozen: Params, tokens: Array, offset: Array, progress: Array) -> Any:
+    def step(params: Params, state: Any, frozen: Params, tokens: Array, offset: Array, rate: Array) -> Any:
         (_, report), grads = jax.value_and_grad(loss, has_aux=True)(params, frozen, tokens, offset)
-        state.hyperparams["learning_rate"] = learning_rate(progress, args.peak)
+        state.hyperparams["learning_rate"] = rate
         updates, state = opt.update(grads, state, params)
         return optax.apply_updates(params, updates), state, report
 
@@ -141,9 +162,11 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         for tokens, _ in prefetch(iter(Batches(args.data, 7, BATCH, LENGTH))):
             now = time.monotonic()
-            progress = 0.0 if first is None else (now - first) / max(1.0, began + limit - first)
+            minutes = 0.0 if first is None else (now - first) / 60
+            total = args.minutes if first is None else (began + limit - first) / 60
+            rate = Rate(args.peak, 0.4 * total, total).at(minutes, number)
             offset = jnp.int32(rng.integers(0, STRIDE))
-            params, state, report = run(params, state, frozen, tokens, offset, jnp.float32(progress))
+            params, state, report = run(params, state, frozen, tokens, offset, jnp.float32(rate))
             number += 1
             reports.append(report)
             if len(reports) == 20 or first is None:

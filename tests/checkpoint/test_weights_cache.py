@@ -16,8 +16,10 @@ import pytest
 from di_jax.checkpoint import cache
 from di_jax.checkpoint.cache import load_or_convert
 from di_jax.checkpoint.errors import CheckpointError
+from di_jax.checkpoint.mapping import leaf_specs
 from di_jax.checkpoint.reader import CheckpointReader, open_checkpoint
 from di_jax.model.config import ModelConfig
+from di_jax.parallel.mesh import DeviceMesh, Parallel
 
 
 @pytest.fixture
@@ -219,7 +221,10 @@ def test_changes_make_a_new_key(
 def test_same_content_elsewhere_has_the_same_key(copy: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(copy, tmp_path / "other", copy_function=shutil.copy2))
     with open_checkpoint(copy) as one, open_checkpoint(other) as two:
-        assert cache.cache_key(one) == cache.cache_key(two)
+        specs = leaf_specs(one.config)
+        assert cache.cache_key(one, specs) == cache.cache_key(two, specs)
+        spread = leaf_specs(one.config, parallel=Parallel(DeviceMesh(dp=4, ep=4), extra_experts=4))
+        assert cache.cache_key(one, specs) != cache.cache_key(one, spread), "more expert slots are other leaves"
 
 
 def test_headers_are_checked_on_a_hit_too(start: Start, copy: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +22,13 @@ def test_a_sequence_gets_all_it_may_ever_need() -> None:
     one, two = sequence(100, 28), sequence(100, 29)
     blocks.allocate(one)
     blocks.allocate(two)
-    assert (len(one.blocks), len(two.blocks)) == (1, 2)
-    assert not set(one.blocks) & set(two.blocks) and one.slot != two.slot
+    (first,), (second,) = one.held, two.held
+    assert (len(first.blocks), len(second.blocks)) == (1, 2)
+    assert not set(first.blocks) & set(second.blocks) and first.slot != second.slot
     assert (blocks.num_free_blocks, blocks.num_free_slots) == (7, 0)
     blocks.check()
     blocks.free(one)
-    assert (one.blocks, one.slot) == ([], -1)
+    assert one.held == []
     assert (blocks.num_free_blocks, blocks.num_free_slots) == (8, 1)
     blocks.free(one)  # nothing held, nothing to do
     assert (blocks.num_free_blocks, blocks.num_free_slots) == (8, 1)
@@ -40,7 +43,7 @@ def test_what_does_not_fit_is_refused() -> None:
     held = sequence(1, 1)
     blocks.allocate(held)
     assert not blocks.can_allocate(sequence(1, 1))  # no slot
-    with pytest.raises(RuntimeError, match="it holds 1"):
+    with pytest.raises(RuntimeError, match="it holds Holding"):
         blocks.allocate(held)
     blocks.check()
 
@@ -60,7 +63,7 @@ def test_the_ledger_is_exact_whatever_happens(num_blocks: int, slots: int, event
             else:
                 assert not blocks.num_free_slots or blocks.num_free_blocks < -(-(size + 1) // 128)
         blocks.check()
-        assert blocks.num_free_blocks + sum(len(s.blocks) for s in held) == num_blocks
+        assert blocks.num_free_blocks + sum(len(s.held[0].blocks) for s in held) == num_blocks
         assert blocks.num_free_slots + len(held) == slots
     for one in held:
         blocks.free(one)
@@ -75,17 +78,33 @@ def test_check_finds_a_leak_a_double_and_a_changed_holder() -> None:
         blocks.check()
         return blocks, one
 
+    def change(one: Sequence, **changes: object) -> None:
+        one.held[0] = dataclasses.replace(one.held[0], **changes)
+
     blocks, one = fresh()
-    one.blocks.pop()
+    change(one, blocks=one.held[0].blocks[:-1])
     with pytest.raises(RuntimeError, match="blocks: 2 free and 1 held are not the 4"):
         blocks.check()
     blocks, one = fresh()
-    one.blocks[0] = blocks._free_blocks[0]
+    change(one, blocks=(blocks._free_blocks[0], one.held[0].blocks[1]))
     with pytest.raises(RuntimeError, match="once each"):
         blocks.check()
     blocks, one = fresh()
-    one.slot = 1 - one.slot
+    change(one, slot=1 - one.held[0].slot)
     with pytest.raises(RuntimeError, match="changed since admission"):
         blocks.check()
     with pytest.raises(RuntimeError, match="held by another sequence"):
         blocks.free(one)
+
+
+def test_a_sequence_holds_on_several_ranks() -> None:
+    ledgers = [BlockManager(4, 2, 128, rank) for rank in range(3)]
+    one = sequence(200, 1)
+    for ledger in ledgers:
+        ledger.allocate(one)
+    assert [holding.rank for holding in one.held] == [0, 1, 2]
+    ledgers[1].free(one)
+    assert [holding.rank for holding in one.held] == [0, 2]
+    assert [ledger.num_free_blocks for ledger in ledgers] == [2, 4, 2]
+    for ledger in ledgers:
+        ledger.check()

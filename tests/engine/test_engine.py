@@ -41,9 +41,9 @@ def goldens(golden: Path) -> dict[str, np.ndarray]:
 
 
 def assert_all_free(engine: Engine) -> None:
-    engine.blocks.check()
-    assert engine.blocks.num_free_blocks == engine.blocks.num_blocks
-    assert engine.blocks.num_free_slots == engine.blocks.num_slots
+    engine.scheduler.ledgers[0].check()
+    assert engine.scheduler.ledgers[0].num_free_blocks == engine.scheduler.ledgers[0].num_blocks
+    assert engine.scheduler.ledgers[0].num_free_slots == engine.scheduler.ledgers[0].num_slots
     assert not engine.requests and not engine.has_unfinished
 
 
@@ -79,7 +79,7 @@ def test_200_mixed_steps_after_warm_up_compile_nothing(engine: Engine) -> None:
         assert report is not None and report.requests is not None
         kinds.add(report.kind)
         steps += 1
-        engine.blocks.check()
+        engine.scheduler.ledgers[0].check()
         if steps % 17 == 0:
             engine.abort(next(iter(engine.requests)))
     assert kinds == {PREFILL, DECODE}
@@ -215,13 +215,13 @@ def test_logits_that_are_not_finite_fail_their_request_alone(engine: Engine, mon
         """A step's output whose second chunk came out as NaN."""
 
         def __init__(self, plan: Any) -> None:
-            self.output = execute(plan).host()
-            self.logprob = np.array(self.output.logprob)
-            self.logprob[1] = np.nan
-            self.token = self.output.token
+            (output,) = execute(plan).host()
+            logprob = np.array(output.logprob)
+            logprob[1] = np.nan
+            self.output = dataclasses.replace(output, logprob=logprob)
 
-        def host(self) -> Spoiled:
-            return self
+        def host(self) -> list[StepOutput]:
+            return [self.output]
 
     good = engine.add_request(ids(20), GREEDY)
     bad = engine.add_request(ids(20, 1), dataclasses.replace(GREEDY, n=2))
@@ -273,7 +273,7 @@ def test_a_broken_step_fails_what_runs_and_nothing_else(
         assert request.failure.type == kind and words in request.failure.message
         assert {s.finish_reason for s in request.sequences} == {None}
     assert engine.changes == changes + after + len(running)
-    assert engine.blocks.num_free_slots == engine.blocks.num_slots
+    assert engine.scheduler.ledgers[0].num_free_slots == engine.scheduler.ledgers[0].num_slots
     assert list(engine.requests.values()) == waiting
     assert finish(engine, *waiting)[0] == want[0] and all(r.failure is None for r in waiting)
 
@@ -314,7 +314,7 @@ def test_a_second_interrupt_while_recovering(engine: Engine, monkeypatch: pytest
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         break_step(engine, patch, KeyboardInterrupt(), after=0)
-        patch.setattr(engine.parts.runner.layout.__class__, "allocate", lambda layout: again())
+        patch.setattr(engine.parts.runner, "_allocate", again)
         engine.step()
     assert engine.parts.runner.state.last_token.is_deleted() and not request.finished
     assert engine.step() is not None

@@ -185,7 +185,7 @@ def decode_step(*chunks: Chunk) -> StepPlan:
 
 def run(runner: ModelRunner, plan: StepPlan, outputs: str = LOGITS) -> Any:
     """The step's StepOutput on the host."""
-    return runner.execute(plan, outputs).host()
+    return runner.execute([plan], outputs).host()[0]
 
 
 def test_warm_up_compiles_each_bucket_once(warm: Warm) -> None:
@@ -193,8 +193,8 @@ def test_warm_up_compiles_each_bucket_once(warm: Warm) -> None:
     assert warm.compilations == 2
     before = COMPILATIONS.count
     warm.runner.warm_up((PREFILL, DECODE), LOGITS)
-    warm.runner.execute(prompt_step(0, [5, 6, 7]), LOGITS)
-    warm.runner.execute(decode_step(Chunk([DEVICE_TOKEN], 3, 0, [0])), LOGITS)
+    warm.runner.execute([prompt_step(0, [5, 6, 7])], LOGITS)
+    warm.runner.execute([decode_step(Chunk([DEVICE_TOKEN], 3, 0, [0]))], LOGITS)
     assert COMPILATIONS.count == before
 
 
@@ -258,7 +258,7 @@ class Interrupt(BaseException):
 def test_a_step_cut_short_after_the_donation_leaves_an_empty_state(
     small: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small.execute(prompt_step(0, [5, 6, 7]), LOGITS)
+    small.execute([prompt_step(0, [5, 6, 7])], LOGITS)
     executable, resets = small._compiled[PREFILL, LOGITS], small.resets
 
     def cut_short(*arguments: Any) -> Any:
@@ -267,7 +267,7 @@ def test_a_step_cut_short_after_the_donation_leaves_an_empty_state(
 
     with monkeypatch.context() as patch, pytest.raises(Interrupt):
         patch.setitem(small._compiled, (PREFILL, LOGITS), cut_short)
-        small.execute(prompt_step(1, [5, 6, 7]), LOGITS)
+        small.execute([prompt_step(1, [5, 6, 7])], LOGITS)
     assert small.resets == resets + 1
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(small.state))
     want = run(small, prompt_step(0, [5, 6, 7])).token[0]
@@ -284,13 +284,13 @@ def test_a_step_cut_short_before_the_donation_leaves_the_state(
 
     with monkeypatch.context() as patch, pytest.raises(Interrupt):
         patch.setitem(small._compiled, (PREFILL, LOGITS), cut_short)
-        small.execute(prompt_step(1, [5, 6, 7]), LOGITS)
+        small.execute([prompt_step(1, [5, 6, 7])], LOGITS)
     assert small.resets == resets and int(small.state.last_token[0]) == token
 
 
 def test_a_step_replaces_the_donated_state(small: ModelRunner) -> None:
     old = small.state
-    small.execute(prompt_step(0, [5, 6, 7]), LOGITS)
+    small.execute([prompt_step(0, [5, 6, 7])], LOGITS)
     assert all(a.is_deleted() for a in jax.tree.leaves(old) if a.size)
     assert not any(a.is_deleted() for a in jax.tree.leaves(small.state))
 
@@ -308,8 +308,8 @@ def test_a_decode_step_reads_its_token_from_the_state(small: ModelRunner) -> Non
 
 def test_only_sampled_sequences_set_their_slot(small: ModelRunner) -> None:
     """Chunks before the last one and padding leave it alone; a forced id is what the next step reads."""
-    small.execute(prompt_step(0, [1, 2, 3], forced=77), LOGITS)
-    small.execute(prompt_step(1, [1, 2, 3], sample=False), LOGITS)
+    small.execute([prompt_step(0, [1, 2, 3], forced=77)], LOGITS)
+    small.execute([prompt_step(1, [1, 2, 3], sample=False)], LOGITS)
     assert int(small.state.last_token[0]) == 77
     before = np.asarray(small.state.last_token).tolist()
     output = run(small, decode_step(Chunk([DEVICE_TOKEN], 3, 0, [0], sample=False), Chunk([4], 3, 1, [1], forced=123)))

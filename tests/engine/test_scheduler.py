@@ -8,17 +8,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from di_jax.engine.block_manager import BlockManager
-from di_jax.engine.scheduler import DECODE, MAX_PREFILL_STREAK, PREFILL, Batch, Scheduler
+from di_jax.engine.scheduler import DECODE, PREFILL, Batch, DataRank, Scheduler, rank_plans
 from di_jax.engine.sequence import Sequence, Status
-from di_jax.engine.step_plan import DEVICE_TOKEN, FREE_TOKEN, BucketLadder, build_plan
+from di_jax.engine.step_plan import DEVICE_TOKEN, FREE_TOKEN, BucketLadder, Chunk
+from di_jax.engine.step_policy import MAX_PREFILL_STREAK, Demand, StepPolicy
 from di_jax.sampling_params import SamplingParams
 
 
+class Driven(Scheduler):
+    """A scheduler with the engine's policy for the kind of its steps."""
+
+    policy: StepPolicy
+
+    def next(self) -> Batch | None:
+        kind = self.policy.choose([Demand(self.can_prefill, self.can_decode)])
+        return None if kind is None else self.schedule(kind)
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.ledgers[0]
+
+
 def make_scheduler(
-    *, rows: int = 128, seqs: int = 4, tokens: int = 128, num_blocks: int = 12, context: int = 8
-) -> Scheduler:
-    ladder = BucketLadder.derive(max_num_batched_tokens=rows, max_num_seqs=seqs, max_context_blocks=context)
-    return Scheduler(BlockManager(num_blocks, seqs, 128), ladder, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    *,
+    rows: int = 128,
+    seqs: int = 4,
+    tokens: int = 128,
+    num_blocks: int = 12,
+    context: int = 8,
+    dp: int = 1,
+    cp: int = 1,
+) -> Driven:
+    ladder = BucketLadder.derive(max_num_batched_tokens=rows, max_num_seqs=seqs, max_context_blocks=context, cp=cp)
+    ledgers = [BlockManager(num_blocks, seqs, 128, rank) for rank in range(dp * cp)]
+    ranks = [DataRank(ledgers[d * cp : (d + 1) * cp]) for d in range(dp)]
+    scheduler = Driven(ranks, ladder, max_num_batched_tokens=tokens)
+    scheduler.policy = StepPolicy()
+    return scheduler
+
+
+def chunks(batch: Batch) -> list[Chunk]:
+    return [work.chunk for work in batch.work]
+
+
+def sequences(batch: Batch) -> list[Sequence]:
+    return [work.sequence for work in batch.work]
 
 
 def sequence(prompt: int, answer: int = 4, name: str = "a", forced: tuple[int, ...] | None = None) -> Sequence:
@@ -29,7 +63,7 @@ def sequence(prompt: int, answer: int = 4, name: str = "a", forced: tuple[int, .
 def run(scheduler: Scheduler, batch: Batch) -> None:
     """What the engine does with a batch: count it, append a token to what was sampled, end by length."""
     scheduler.computed(batch)
-    for chunk, one in zip(batch.chunks, batch.sequences, strict=True):
+    for chunk, one in zip(chunks(batch), sequences(batch), strict=True):
         if chunk.sample:
             one.output_ids.append(1)
             if len(one.output_ids) >= one.max_tokens:
@@ -38,47 +72,47 @@ def run(scheduler: Scheduler, batch: Batch) -> None:
 
 def counts(batch: Batch | None) -> list[int]:
     assert batch is not None
-    return [len(chunk.tokens) for chunk in batch.chunks]
+    return [len(chunk.tokens) for chunk in chunks(batch)]
 
 
 def test_several_prompts_share_a_step_and_the_last_is_cut_where_the_rows_end() -> None:
     scheduler = make_scheduler()
     for prompt in (33, 20, 90):
         scheduler.add(sequence(prompt))
-    batch = scheduler.schedule()
+    batch = scheduler.next()
     # Tiles of 16 rows: 33 tokens take 48, 20 take 32, so 48 rows are left.
     assert batch is not None and batch.kind == PREFILL and counts(batch) == [33, 20, 48]
-    assert [c.sample for c in batch.chunks] == [True, True, False]
+    assert [c.sample for c in chunks(batch)] == [True, True, False]
     run(scheduler, batch)
-    assert [s.status for s in batch.sequences] == [Status.RUNNING, Status.RUNNING, Status.PREFILL]
-    rest = scheduler.schedule()
+    assert [s.status for s in sequences(batch)] == [Status.RUNNING, Status.RUNNING, Status.PREFILL]
+    rest = scheduler.next()
     assert rest is not None and rest.kind == PREFILL and counts(rest) == [42]
-    assert (rest.chunks[0].start, rest.chunks[0].sample) == (48, True)
-    assert rest.chunks[0].tokens == rest.sequences[0].prompt_ids[48:]
+    assert (chunks(rest)[0].start, chunks(rest)[0].sample) == (48, True)
+    assert chunks(rest)[0].tokens == sequences(rest)[0].prompt_ids[48:]
     run(scheduler, rest)
-    decode = scheduler.schedule()
+    decode = scheduler.next()
     assert decode is not None and decode.kind == DECODE and counts(decode) == [1, 1, 1]
-    assert all(c.tokens == [DEVICE_TOKEN] and c.sample for c in decode.chunks)
-    assert [c.start for c in decode.chunks] == [33, 20, 90]
-    assert [c.output_index for c in decode.chunks] == [1, 1, 1]
+    assert all(c.tokens == [DEVICE_TOKEN] and c.sample for c in chunks(decode))
+    assert [c.start for c in chunks(decode)] == [33, 20, 90]
+    assert [c.output_index for c in chunks(decode)] == [1, 1, 1]
 
 
 def test_the_token_budget_holds_beside_the_rows() -> None:
     scheduler = make_scheduler(rows=256, tokens=130)
     for prompt in (97, 97):
         scheduler.add(sequence(prompt))
-    assert counts(scheduler.schedule()) == [97, 33]
+    assert counts(scheduler.next()) == [97, 33]
 
 
 def test_decodes_wait_for_a_few_prefill_steps_at_most() -> None:
     scheduler = make_scheduler(seqs=2, num_blocks=40, context=20)
     scheduler.add(sequence(10, answer=50))
-    first = scheduler.schedule()
+    first = scheduler.next()
     assert first is not None
     run(scheduler, first)
     scheduler.add(sequence(128 * 12))
     kinds = []
-    while (batch := scheduler.schedule()) is not None and len(kinds) < 15:
+    while (batch := scheduler.next()) is not None and len(kinds) < 15:
         kinds.append(batch.kind)
         run(scheduler, batch)
     # The streak counts the first prompt's step too.
@@ -91,7 +125,7 @@ def test_without_decodes_prompts_run_on() -> None:
     scheduler.add(sequence(128 * 10))
     kinds = []
     for _ in range(10):
-        batch = scheduler.schedule()
+        batch = scheduler.next()
         assert batch is not None
         kinds.append(batch.kind)
         run(scheduler, batch)
@@ -104,13 +138,13 @@ def test_the_first_in_line_is_not_overtaken() -> None:
     holder = sequence(100, 100, "holder")
     for one in (holder, big, small):
         scheduler.add(one)
-    batch = scheduler.schedule()
-    assert batch is not None and batch.sequences == [holder]
-    assert (big.status, small.status, small.slot) == (Status.WAITING, Status.WAITING, -1)
+    batch = scheduler.next()
+    assert batch is not None and sequences(batch) == [holder]
+    assert (big.status, small.status, small.held) == (Status.WAITING, Status.WAITING, [])
     run(scheduler, batch)
     scheduler.finish(holder, "abort")
-    batch = scheduler.schedule()
-    assert batch is not None and batch.sequences == [big] and big.status is Status.PREFILL
+    batch = scheduler.next()
+    assert batch is not None and sequences(batch) == [big] and big.status is Status.PREFILL
 
 
 def test_sequences_end_in_any_state() -> None:
@@ -118,12 +152,12 @@ def test_sequences_end_in_any_state() -> None:
     running, waiting = sequence(200), sequence(10)
     scheduler.add(running)
     scheduler.add(waiting)
-    assert scheduler.schedule() is not None and running.status is Status.PREFILL
+    assert scheduler.next() is not None and running.status is Status.PREFILL
     scheduler.finish(waiting, "abort")
     scheduler.finish(running, "abort")
     scheduler.finish(running, "stop")  # it ended before
     assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
-    assert not scheduler.has_work and scheduler.schedule() is None
+    assert not scheduler.has_work and scheduler.next() is None
     assert scheduler.blocks.num_free_blocks == 12
     scheduler.blocks.check()
 
@@ -141,8 +175,8 @@ def test_forced_tokens_go_with_their_output_index() -> None:
     one = sequence(5, 4, forced=(9, -1, 8))
     scheduler.add(one)
     seen = []
-    while (batch := scheduler.schedule()) is not None:
-        seen.append(batch.chunks[0].forced)
+    while (batch := scheduler.next()) is not None:
+        seen.append(chunks(batch)[0].forced)
         run(scheduler, batch)
     assert seen == [9, FREE_TOKEN, 8, FREE_TOKEN]
 
@@ -150,8 +184,8 @@ def test_forced_tokens_go_with_their_output_index() -> None:
 def test_a_chunk_that_is_not_sampled_forces_nothing() -> None:
     scheduler = make_scheduler()
     scheduler.add(sequence(200, 4, forced=(9,)))
-    batch = scheduler.schedule()
-    assert batch is not None and not batch.chunks[0].sample and batch.chunks[0].forced == FREE_TOKEN
+    batch = scheduler.next()
+    assert batch is not None and not chunks(batch)[0].sample and chunks(batch)[0].forced == FREE_TOKEN
 
 
 @given(data=st.data())
@@ -170,23 +204,23 @@ def test_everything_runs_once_in_order_and_within_the_limits(data: st.DataObject
         while arrivals and (arrivals[0][1] <= steps or not scheduler.has_work):
             scheduler.add(arrivals.pop(0)[0])
         could_decode = any(s.status is Status.RUNNING for s in scheduler.running)
-        batch = scheduler.schedule()
-        assert batch is not None and batch.chunks
+        batch = scheduler.next()
+        assert batch is not None and chunks(batch)
         steps += 1
         assert steps < 5000
         streak = streak + 1 if batch.kind == PREFILL and could_decode else 0
         assert streak <= MAX_PREFILL_STREAK
         assert batch.kind == DECODE or sum(counts(batch)) <= tokens
-        bucket = scheduler.ladder.fit(batch.kind == DECODE, counts(batch), batch.context_blocks)
-        build_plan(bucket, batch.chunks)
+        _, context = scheduler.need(batch)
+        rank_plans(scheduler.ladder.bucket(batch.kind == DECODE, *scheduler.need(batch)), batch, [0])
         assert len(scheduler.running) <= seqs
-        assert len({c.slot for c in batch.chunks}) == len(batch.chunks)
-        for chunk, one in zip(batch.chunks, batch.sequences, strict=True):
+        assert len({c.slot for c in chunks(batch)}) == len(chunks(batch))
+        for chunk, one in zip(chunks(batch), sequences(batch), strict=True):
             assert chunk.start == one.num_computed == fed[one.request_id]
             fed[one.request_id] += len(chunk.tokens)
             end = chunk.start + len(chunk.tokens)
-            assert -(-end // 128) <= batch.context_blocks <= 8
-            assert len(one.blocks) * 128 >= end
+            assert -(-end // 128) <= context <= 8
+            assert len(one.held[0].blocks) * 128 >= end
             if batch.kind == PREFILL:
                 assert chunk.tokens == one.prompt_ids[chunk.start : end]
                 assert chunk.sample == (end == len(one.prompt_ids))

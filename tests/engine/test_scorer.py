@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ class EchoRunner:
     outputs: list[str] = dataclasses.field(default_factory=list)
     returned: list[weakref.ref[np.ndarray]] = dataclasses.field(default_factory=list)  # arrays of earlier steps
 
-    def execute(self, plan: StepPlan, outputs: str) -> StepOutput:
+    local_ranks = (0,)
+
+    def execute(self, plans: list[StepPlan], outputs: str) -> SimpleNamespace:
+        (plan,) = plans
         assert not any(array() is not None for array in self.returned), "an earlier step's whole output is still held"
         self.plans.append(plan)
         self.outputs.append(outputs)
@@ -51,7 +55,8 @@ class EchoRunner:
         arrays: list[Any] = [rows] + [a for t in trace or () for a in (t.streams, t.experts, t.selected)]
         self.returned = [weakref.ref(a) for a in arrays if a is not None]
         nothing: Any = np.zeros(plan.bucket.sequences)
-        return StepOutput(nothing, nothing, rows, trace)  # type: ignore[arg-type]
+        output = StepOutput(nothing, nothing, rows, trace, None)  # type: ignore[arg-type]
+        return SimpleNamespace(host=lambda: [output])
 
     @staticmethod
     def _trace(rows: np.ndarray, run: tuple[LayerPlan, ...]) -> LayerTrace:
@@ -99,8 +104,8 @@ def test_any_requests(feed: str, chunk: int, lengths: list[int], num_blocks: int
     """Every row of every request comes back once, requests wait for room, and nothing is left held."""
     scorer = make(feed, chunk, num_blocks=num_blocks, num_slots=num_slots)
     score(scorer, *lengths)
-    scorer.blocks.check()
-    assert scorer.blocks.num_free_blocks == num_blocks
+    scorer.ranks[0].ledgers[0].check()
+    assert scorer.ranks[0].ledgers[0].num_free_blocks == num_blocks
     for plan in plans(scorer):
         held = [b for c in plan.chunks for b in c.blocks]
         assert len(held) == len(set(held)) and len({c.slot for c in plan.chunks}) == len(plan.chunks)

@@ -111,7 +111,8 @@ class Bench:
     ) -> tuple[EngineState, Array, Array, Array]:
         """A step of the target: (state, taps, taps of one layer later, logits)."""
         model: Transformer = nnx.merge(self.target_graph, target)
-        hidden, state, trace, taps = model(rows_of(bucket, buffer), state, self.layout, trace=True, taps=True)
+        step = model(rows_of(bucket, buffer), state, self.layout, trace=True, taps=True)
+        hidden, state, trace, taps = step.hidden, step.state, step.traces, step.taps
         leaving = jnp.concatenate([record.streams for record in trace])
         late = [model.tap(leaving[layer]) for layer in TINY.dspark_target_layer_ids]
         return state, taps, jnp.concatenate(late, axis=-1), model.logits(hidden)
@@ -482,7 +483,8 @@ def test_taps_inside_a_run_of_layers() -> None:
     @jax.jit
     def run(weights: Any, state: EngineState, buffer: Array) -> tuple[Array, Array, Array]:
         model: Transformer = nnx.merge(graph, weights)
-        _, _, (record,), taps = model(rows_of(DECODE, buffer), state, layout, trace=True, taps=True)
+        out = model(rows_of(DECODE, buffer), state, layout, trace=True, taps=True)
+        (record,), taps = out.traces, out.taps
         return taps, model.tap(record.streams[0]), model.tap(record.streams[2])
 
     taps, *entering = map(np.asarray, run(weights, layout.allocate(), build_plan(DECODE, chunks).buffer))

@@ -125,7 +125,7 @@ def layer_tensors(
     if plan.engram >= 0:
         look, _ = model.ngram_hash.lookback(rows, carry.state.engram_history)
         table_rows = model.ngram_hash(look)
-        memory = [t(table_rows[g]) for g, t in enumerate(model.engram_tables)]
+        memory = [t(table_rows[g], rows.valid) for g, t in enumerate(model.engram_tables)]
     after, record = model.layer(plan, layer, carry, rows, cos_sin, layout, memory)
     out: dict[str, Any] = {"streams_out": after.streams, "hc_ffn_pre": after.pre, "state": after.state}
     streams = carry.streams
@@ -156,7 +156,7 @@ def layer_tensors(
     x, _, out["hc_ffn_post"], out["hc_ffn_comb"] = w.hc_ffn(layer, streams, pre)
     x = out["ffn_in"] = w.ffn_norm(x, layer)
     out["expert_ids"], out["expert_w"] = w.ffn.gate(layer, x, rows.image)
-    out["ffn_out"], _ = w.ffn(layer, x, rows.image, rows.valid)
+    out["ffn_out"], *_ = w.ffn(layer, x, rows.image, rows.valid)
     out["experts"] = record.experts
     return out
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.train_demo.dataset import FRACTIONS, Batches, Data, Mix, teacher_forced, text_rows
+from scripts.train_demo.dataset import FRACTIONS, Batches, Data, Mix, loss_weights, teacher_forced, text_rows
+from scripts.train_demo.tasks import ANSWER, CALC, CLASSES, IGNORE, PROMPT, RECALL, TEXT
 from scripts.train_demo.tokenizer import EOS_ID, PAD_ID
 
 
@@ -17,7 +18,7 @@ def test_a_batch_depends_on_seed_and_step_alone(demo_data: Data) -> None:
     batches = Batches(demo_data, 3, 4, 128)
     first = [batch for batch, _ in zip(batches, range(4))]
     later = next(iter(Batches(demo_data, 3, 4, 128, start=3)))
-    for key in ("tokens", "weights"):
+    for key in ("tokens", "classes"):
         assert (first[3][key] == later[key]).all()
         assert not (first[0][key] == first[1][key]).all()
     assert not (Batches(demo_data, 4, 4, 128).at(0)["tokens"] == first[0]["tokens"]).all()
@@ -26,30 +27,36 @@ def test_a_batch_depends_on_seed_and_step_alone(demo_data: Data) -> None:
 def test_shapes_and_types(demo_data: Data) -> None:
     batch = Batches(demo_data, 0, 5, 200).at(0)
     assert batch["tokens"].shape == (5, 201) and batch["tokens"].dtype == np.int32
-    assert batch["weights"].shape == (5, 200) and batch["weights"].dtype == np.float32
+    assert batch["classes"].shape == (5, 200) and batch["classes"].dtype == np.uint8
     assert batch["tokens"].min() >= 0 and batch["tokens"].max() < demo_data.tasks.lexicon.tokenizer.get_vocab_size()
-    assert set(np.unique(batch["weights"]).tolist()) <= {0.0, np.float32(0.05).item(), 1.0, 2.0}
+    assert batch["classes"].max() < len(CLASSES)
 
 
-def test_weights_belong_to_the_token_that_is_predicted(demo_data: Data) -> None:
+def test_loss_weights_name_every_class() -> None:
+    weights = loss_weights()
+    assert weights.shape == (len(CLASSES),) and weights[IGNORE] == 0
+    assert (weights[RECALL:] > weights[TEXT]).all() and weights[CALC] > weights[TEXT] > weights[PROMPT] > 0
+
+
+def test_classes_belong_to_the_token_that_is_predicted(demo_data: Data) -> None:
     lex = demo_data.tasks.lexicon
-    mix = Mix({"fact": 1.0}, prompt_weight=0.0, answer_weight=1.0)
-    batch = Batches(demo_data, 0, 4, 120, mix).at(0)
+    batch = Batches(demo_data, 0, 4, 120, Mix({"fact": 1.0})).at(0)
     values = set(lex.values.tolist())
-    for row, weights in zip(batch["tokens"], batch["weights"]):
+    for row, classes in zip(batch["tokens"], batch["classes"]):
         assert row[0] == lex.one("fact")  # a row begins with the beginning of an example
-        for at, weight in enumerate(weights):
+        for at, token_class in enumerate(classes):
             after_arrow = row[at] == lex.arrow
-            assert weight == float(after_arrow or (row[at] in values and row[at + 1] == EOS_ID))
+            answers = after_arrow or (row[at] in values and row[at + 1] == EOS_ID)
+            assert token_class == (ANSWER if answers else PROMPT)
 
 
 def test_cut_ends_of_texts_have_no_loss(demo_data: Data) -> None:
-    mix = Mix({"english": 1.0}, span=40, prompt_weight=0.5)
+    mix = Mix({"english": 1.0}, span=40)
     batch = Batches(demo_data, 0, 4, 300, mix).at(0)
     ends = batch["tokens"][:, 1:] == EOS_ID
-    ignored = batch["weights"] == 0
+    ignored = batch["classes"] == IGNORE
     assert ignored.any() and not (ignored & ~ends).any()
-    assert (batch["weights"][:, 1:][ignored[:, :-1]] == 0.5).all()  # the beginning of what follows
+    assert (batch["classes"][:, 1:][ignored[:, :-1]] == PROMPT).all()  # the beginning of what follows
 
 
 def test_the_mix_is_kept(demo_data: Data) -> None:
@@ -60,23 +67,48 @@ def test_the_mix_is_kept(demo_data: Data) -> None:
     share = np.mean((rows == recall).any(axis=1))
     assert 0.4 < share < 0.6
     assert not (Batches(demo_data, 1, 6, 150, Mix({"sort": 1.0})).at(0)["tokens"] == recall).any()
-    assert (Batches(demo_data, 1, 6, 150, Mix({"recall": 1.0})).at(0)["tokens"] == recall).any(axis=1).all()
+    assert (
+        (Batches(demo_data, 1, 6, 150, Mix({"recall": 1.0}, density=(0.5, 1.0))).at(0)["tokens"] == recall)
+        .any(axis=1)
+        .all()
+    )
 
 
 def test_a_curriculum_is_a_function_of_the_step(demo_data: Data) -> None:
     def curriculum(step: int) -> Mix:
-        return Mix({"recall": 1.0}, max_distance=10 if step < 5 else 150)
+        return Mix({"recall": 1.0}, max_distance=20 if step < 5 else 150, density=(0.9, 1.0))
 
     lex, batches = demo_data.tasks.lexicon, Batches(demo_data, 0, 4, 200, curriculum)
 
     def longest(step: int) -> int:
         distances = [0]
         for row in batches.at(step)["tokens"].tolist():
-            arrows = [i for i, t in enumerate(row[:-1]) if t == lex.arrow]
-            distances += [b - a for a in arrows for b in arrows if b > a and row[a - 1] == row[b - 1]]
+            seen: dict[int, int] = {}
+            for at in (i for i, t in enumerate(row[:-1]) if t == lex.arrow):
+                distances.append(at - seen.get(row[at - 1], at))
+                seen[row[at - 1]] = at
         return max(distances)
 
-    assert 7 <= longest(0) <= 10 < longest(5) <= 150
+    assert 7 <= longest(0) <= 20 < longest(5) <= 150
+
+
+def test_more_recall_leaves_the_other_sources_in_proportion() -> None:
+    mix = Mix().with_recall(0.45)
+    assert sum(mix.fractions.values()) == pytest.approx(1.0) and mix.fractions["recall"] == 0.45
+    assert mix.fractions["calc"] / mix.fractions["english"] == pytest.approx(FRACTIONS["calc"] / FRACTIONS["english"])
+
+
+def test_dense_rows_are_full_of_questions(demo_data: Data) -> None:
+    def share(density: tuple[float, float]) -> float:
+        batches = Batches(demo_data, 0, 8, 400, Mix({"recall": 1.0}, density=density))
+        return float(np.mean(np.stack([batches.at(i)["classes"] for i in range(4)]) >= RECALL))
+
+    assert share((0.95, 1.0)) > 1 / 16 > 2 * share((0.02, 0.1))
+
+
+def test_calc_answers_have_their_own_class(demo_data: Data) -> None:
+    classes = Batches(demo_data, 0, 4, 200, Mix({"calc": 1.0})).at(0)["classes"]
+    assert (classes == CALC).any() and not (classes == ANSWER).any()
 
 
 def test_unknown_sources_and_folders_are_named(demo_data: Data, tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ from tokenizers import Tokenizer
 
 from scripts.train_demo import prepare
 from scripts.train_demo.tasks import (
-    ANSWER,
+    BANDS,
+    CLASSES,
     PROMPT,
     RAW_TASKS,
+    RECALL,
+    RECALL_END,
     SEGMENT,
     TEXT,
     Packed,
@@ -100,42 +103,63 @@ def test_triples_need_all_three_words(demo_tasks: Tasks) -> None:
 @settings(max_examples=60)
 def test_recall_distance_is_exact(demo_tasks: Tasks, seed: int, distance: int) -> None:
     lex = demo_tasks.lexicon
-    text = np.full(2000, lex.one("note"), np.uint16)  # no key, value or arrow in it
+    text = np.full(2000, lex.one("note"), np.uint16)  # no key, value or colon in it
     example = demo_tasks.recall(np.random.default_rng(seed), distance, text, "eval")
     ids = [*example.prompt_ids, *example.answer_ids]
-    key, value = ids[-4], ids[-2]
-    notes = [i for i in range(len(ids) - 4) if ids[i] == key and ids[i + 1] == lex.arrow]
-    assert len(notes) == 1 and ids[notes[0] + 2] == value
-    assert (len(ids) - 2) - (notes[0] + 2) == distance
+    key, value = ids[-3], ids[-2]
+    notes = [i for i in range(1, len(ids) - 3) if ids[i] == key and ids[i - 1] == lex.one(":")]
+    assert len(notes) == 1 and ids[notes[0] + 1] == value
+    assert (len(ids) - 2) - (notes[0] + 1) == distance
     assert len(example.answer_ids) == 2 and example.answer_ids[1] == EOS_ID
 
 
 def test_recall_refuses_what_does_not_fit(demo_tasks: Tasks) -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="distance 6"):
+    with pytest.raises(ValueError, match="distance 5"):
         demo_tasks.recall(rng, SEGMENT - 1, np.zeros(100, np.uint16))
     with pytest.raises(ValueError, match="text of 224"):
         demo_tasks.recall(rng, 200, np.zeros(200, np.uint16))
 
 
-@given(seed=st.integers(0, 2**32), length=st.integers(60, 900), top=st.integers(20, 500))
-@settings(max_examples=40)
-def test_recall_rows_ask_what_was_noted(demo_tasks: Tasks, seed: int, length: int, top: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    length=st.integers(60, 900),
+    top=st.integers(20, 1500),
+    density=st.floats(0.01, 1.0),
+)
+@settings(max_examples=60)
+def test_recall_rows_ask_what_was_noted(demo_tasks: Tasks, seed: int, length: int, top: int, density: float) -> None:
     lex = demo_tasks.lexicon
     text = (10 + np.arange(3000) % 7).astype(np.uint16)
-    row = demo_tasks.recall_row(np.random.default_rng(seed), length, top, text)
+    row = demo_tasks.recall_row(np.random.default_rng(seed), length, top, text, density)
     ids, classes = row.tokens.astype(int), row.classes
-    noted = {
-        ids[i]: (i + 2, ids[i + 2]) for i in range(length - 2) if ids[i + 1] == lex.arrow and classes[i + 2] == PROMPT
-    }
-    questions = [i for i in range(length) if classes[i] == ANSWER and ids[i] != EOS_ID]
-    assert len(questions) == len(noted) and int(np.sum(ids[classes == ANSWER] == EOS_ID)) == len(questions)
-    for at in questions:
-        place, value = noted[ids[at - 2]]
-        assert ids[at] == value and SEGMENT <= at - place <= top
+    assert len(ids) == len(classes) == length
+    names = {lex.one("note"): "note", lex.one("recall"): "recall"}
+    noted: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    for at in (1 + np.flatnonzero((ids == lex.one(":")) & (classes == PROMPT))).tolist():
+        key, value = ids[at], ids[at + 1]
+        if names[ids[at - 2]] == "note":
+            assert key not in noted and classes[at + 1] == PROMPT
+            noted[key] = value
+        else:
+            distance = at - seen[key]
+            assert value == noted[key] and ids[at + 2] == EOS_ID and classes[at + 2] == RECALL_END
+            assert SEGMENT <= distance <= top
+            assert classes[at + 1] == RECALL + sum(distance >= band for band in BANDS)
+        seen[key] = at
+    assert np.sum(classes >= RECALL_END) == 2 * np.sum(classes == RECALL_END)
+    assert np.sum(classes != TEXT) % SEGMENT == 0 and noted
     # The text runs on around the segments.
     plain = ids[classes == TEXT]
     assert (np.diff(plain) % 7 == 1).all()
+
+
+def test_recall_rows_ask_at_all_distances(demo_tasks: Tasks) -> None:
+    text = np.full(9000, 10, np.uint16)
+    rows = [demo_tasks.recall_row(np.random.default_rng(i), 4096, 4096, text, 0.3) for i in range(20)]
+    counts = np.bincount(np.concatenate([r.classes for r in rows]), minlength=len(CLASSES))[RECALL:]
+    assert (counts > 0.1 * counts.sum()).all()
 
 
 def test_held_out_pairs_are_never_trained(demo_tasks: Tasks) -> None:

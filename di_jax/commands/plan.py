@@ -1,0 +1,306 @@
+"""`plan`: what a config would need and move on devices that are not here (cli-contract, plan).
+
+Traces and compiles the prefill step and the decode step of the whole mesh from shapes alone: no weights, no
+accelerator. Bytes come from the shapes, collectives and temporaries from the traced program, rates from
+`platforms.accelerators`. Where the planned device's own compiler is installed, it compiles and its temporaries count;
+else the CPU's compiles for simulated devices, which shows that the program is sound and nothing about memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from di_jax.checkpoint.hub import DEMO, resolve_checkpoint
+from di_jax.commands.plan_tables import tables
+from di_jax.commands.records import print_result
+from di_jax.commands.roofline import Peaks, StepCost, step_cost
+from di_jax.config import Config
+from di_jax.engine.runner import COMPILE_STACK_BYTES, trace_step
+from di_jax.engine.setup import blocks_per_sequence, build_ladder, build_parallel
+from di_jax.engine.step_plan import Bucket
+from di_jax.errors import ConfigError, UserError
+from di_jax.model.cache import CacheLayout
+from di_jax.model.config import ModelConfig
+from di_jax.model.linear import Numerics
+from di_jax.model.transformer import Transformer, abstract_model, parameter_paths
+from di_jax.parallel.collectives import Collective, collectives, network_seconds
+from di_jax.parallel.layout_picture import layout_svg
+from di_jax.parallel.mesh import DeviceMesh
+from di_jax.parallel.placement import PlacedArray, place, place_state, place_weights
+from di_jax.parallel.storage import StoragePlan, StoreLoad, storage_plan, window_state_bytes
+from di_jax.parallel.temporaries import temporary_bytes
+from di_jax.platforms.accelerators import ACCELERATORS, Accelerator
+from di_jax.platforms.devices import configure_jax, require_devices
+from di_jax.platforms.topologies import compile_only_devices
+from kernels_pallas.choice import KernelChoice
+
+logger = logging.getLogger(__name__)
+
+PREFILL, DECODE = "prefill", "decode"
+# Facts of the released checkpoint that a plan needs of it, so that planning for it takes no download.
+RELEASED = {"deepseek-ai/DeepSeek-V4.1-Flash": "deepseek-v4.1-flash.json"}
+# For the compiler: code that nobody runs is not optimized, which saves a third of the time; memory is placed before.
+NEVER_RUN = {"xla_backend_optimization_level": 0}
+PROGRESS_S = 10.0  # between two signs of life of a compilation
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Least times of a step on one device; bound: the longest of the three."""
+
+    compute_s: float
+    memory_s: float
+    network_s: float
+    bound: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """The plan of one step. Bytes and flops are of one device unless said."""
+
+    devices: int
+    axes: dict[str, int]
+    weights_bytes: int
+    kv_bytes_per_token: float  # paged caches
+    state_bytes_per_sequence: float  # rings and the like
+    temp_bytes: int
+    temp_source: str  # device_compile or estimated
+    peak_bytes_per_device: int  # weights, caches of engine.max_num_seqs at full length, step buffer, temporaries
+    fits: bool  # in engine.memory_utilization of hbm_bytes
+    hbm_bytes: int
+    max_concurrent_at_max_len: int  # requests of engine.max_model_len on all devices together
+    collectives: tuple[Collective, ...]
+    flops_per_step: float
+    roofline: Roofline
+    compile_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """Everything that `plan --json` prints."""
+
+    prefill: StepReport
+    decode: StepReport
+    layout: list[dict[str, Any]]
+    storage: StoragePlan
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    """Prints the plan as tables, with --json also as one object; with --output draws the layout as SVG. Returns 0."""
+    began = time.perf_counter()
+    model_config = released_config(config.model.path, config.model.revision)
+    planner = Planner(config, model_config)
+    output: Path | None = getattr(args, "output", None)
+    if output is not None:
+        planner.draw(output)
+    report = planner.report()
+    print_result(tables(report, planner.describe()))
+    logger.info("planned in %.0f s", time.perf_counter() - began)
+    if args.json:
+        print_result(json.dumps(dataclasses.asdict(report)))
+    return 0
+
+
+def released_config(path: str, revision: str | None = None) -> ModelConfig:
+    """The architecture that `model.path` names: a folder, a config.json, `demo`, or a hub id that is known here.
+
+    Raises UserError for another hub id: a plan reads no network.
+    """
+    file = Path(path).expanduser()
+    if path in RELEASED and not file.exists():
+        file = Path(__file__).parent.parent / "model" / "released" / RELEASED[path]
+        logger.info("model.path %s: planning with the config.json that comes with this package", path)
+    elif path == DEMO:
+        file = resolve_checkpoint(path, revision)
+    elif not file.exists():
+        raise ConfigError(
+            f"model.path: {path!r} is neither a folder, a config.json nor a hub id whose config.json comes with this "
+            f"package ({', '.join(RELEASED)}); download its config.json and name that"
+        )
+    else:
+        logger.info("model.path %s: planning with its config.json", path)
+    return ModelConfig.from_file(file)
+
+
+class Planner:
+    """The model, mesh and caches of a config, abstract. Raises ConfigError for sizes that do not fit together."""
+
+    def __init__(self, config: Config, model_config: ModelConfig) -> None:
+        self.config, self.model_config = config, model_config
+        self.device: Accelerator = ACCELERATORS[config.plan.device]
+        self.mesh_plan: DeviceMesh = config.mesh.plan
+        self.parallel = build_parallel(config, model_config)
+        ladder = build_ladder(config)
+        context = ladder.context_blocks[-1]
+        self.buckets = {
+            PREFILL: ladder.bucket(False, ladder.prefill_rows[-1], context),
+            DECODE: ladder.bucket(True, ladder.decode_rows[-1], context),
+        }
+        simulated = config.with_values({"mesh.simulate_devices": self.mesh_plan.world})
+        configure_jax(simulated)
+        here = require_devices(simulated)
+        targets = here if self.device.name == "cpu" else compile_only_devices(self.device.name, self.mesh_plan.world)
+        self.compiles_for_device = targets is not None
+        self.mesh = self.mesh_plan.build(here if targets is None else targets)
+        self.numerics = Numerics.create(
+            config.model.dtype,
+            quantize_caches=config.model.quantize_caches,
+            quantize_activations=config.model.quantize_activations,
+            wo_a_input=config.model.wo_a_input,
+        )
+        kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
+        self.model: Transformer = abstract_model(model_config, self.numerics, kernels, self.parallel)
+        self.graph, self.params = nnx.split(self.model)
+        blocks = config.engine.num_blocks or blocks_per_sequence(config) * config.engine.max_num_seqs
+        formats = self.numerics.formats
+        self.layout = CacheLayout(model_config, formats, blocks, config.engine.max_num_seqs)
+        self.weights = place_weights(self.params, self.mesh_plan)
+        self.state = place_state(self.layout, self.mesh_plan)
+
+    def describe(self) -> list[str]:
+        """What is planned, for a person."""
+        engine, mesh = self.config.engine, self.mesh_plan
+        experts = self.model_config.n_routed_experts
+        buckets = ", ".join(
+            f"{name} {bucket.rows} rows x {bucket.context_blocks} blocks" for name, bucket in self.buckets.items()
+        )
+        return [
+            f"{self.config.model.path}, {self.config.model.dtype}, on {mesh.world} {self.device.name} devices: "
+            f"dp {mesh.dp}, cp {mesh.cp}, ep {mesh.ep}; {experts} + {self.parallel.extra_experts} expert slots a layer",
+            f"steps of a rank: {buckets}; {engine.max_num_seqs} requests of up to {engine.max_model_len} tokens",
+        ]
+
+    def draw(self, path: Path) -> None:
+        """Writes the picture of the layout. Raises UserError when the file cannot be written."""
+        svg = layout_svg(self.describe()[0], self.weights + self.state, self.mesh_plan, self.device.domain)
+        try:
+            path.write_text(svg, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"output {path}: cannot be written: {error.strerror}") from error
+        logger.info("wrote the picture of the layout to %s", path)
+
+    def report(self) -> PlanReport:
+        """Traces and compiles both steps; minutes for the released model."""
+        traced = {name: self.trace(name) for name in self.buckets}
+        compiled = self.compile(traced)
+        steps = {name: self.step_report(name, traced[name], *compiled[name]) for name in self.buckets}
+        arrays = [*self.weights, *self.state, *(self.buffer(name) for name in self.buckets)]
+        load = StoreLoad(**dataclasses.asdict(self.config.plan.storage))
+        window = window_state_bytes(self.layout)
+        storage = storage_plan(load, self.layout.bytes_per_token, window, self.mesh_plan.world)
+        return PlanReport(steps[PREFILL], steps[DECODE], [array.record() for array in arrays], storage)
+
+    def trace(self, name: str) -> Any:
+        bucket = self.buckets[name]
+        logger.info("tracing the %s step: %d rows, %d context blocks", name, bucket.rows, bucket.context_blocks)
+        return trace_step(self.graph, self.params, self.mesh, self.mesh_plan, self.layout, bucket)
+
+    def compile(self, traced: dict[str, Any]) -> dict[str, tuple[Any, float]]:
+        """The executables and the seconds that each took, all at once, with signs of life."""
+        target = self.device.name if self.compiles_for_device else "simulated"
+        logger.info("compiling %s for %d %s devices", " and ".join(traced), self.mesh_plan.world, target)
+        options = NEVER_RUN if self.mesh.devices.flat[0].platform == "cpu" else None
+
+        def timed(program: Any) -> tuple[Any, float]:
+            began = time.perf_counter()
+            executable = program.lower().compile(compiler_options=options)
+            return executable, time.perf_counter() - began
+
+        previous = threading.stack_size(COMPILE_STACK_BYTES)
+        pool = ThreadPoolExecutor(len(traced))
+        try:
+            futures: dict[str, Future[tuple[Any, float]]] = {
+                name: pool.submit(timed, program) for name, program in traced.items()
+            }
+            began, left = time.perf_counter(), set(futures.values())
+            while left:
+                done, left = wait(left, PROGRESS_S, "FIRST_COMPLETED")
+                for name in (name for name, future in futures.items() if future in done):
+                    logger.info("compiled the %s step in %.1f s", name, futures[name].result()[1])
+                if left and not done:
+                    logger.info("compiling, %.0f s", time.perf_counter() - began)
+            return {name: future.result() for name, future in futures.items()}
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            problem = " ".join(str(error).splitlines()[0].split())
+            raise UserError(
+                f"plan.device: a step does not fit {self.device.name}, says its compiler ({problem}); give the mesh "
+                "more devices, or lower engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            threading.stack_size(previous)
+
+    def step_report(self, name: str, traced: Any, compiled: Any, compile_s: float) -> StepReport:
+        """The numbers of one step."""
+        engine, mesh, device = self.config.engine, self.mesh_plan, self.device
+        measured = self.compiles_for_device
+        temp = compiled.memory_analysis().temp_size_in_bytes if measured else temporary_bytes(traced.jaxpr.jaxpr)
+        weights = sum(array.bytes_per_device for array in self.weights)
+        fixed = weights + self.buffer(name).bytes_per_device + temp
+        peak = fixed + sum(array.bytes_per_device for array in self.state)
+        usable = int(device.hbm_bytes * engine.memory_utilization)
+        request = blocks_per_sequence(self.config) * engine.block_size * self.layout.bytes_per_token
+        request += self.layout.bytes_per_slot
+        # In a prefill the context ranks of a data-parallel rank all hold its requests; in decode each has its own.
+        ranks = mesh.world if name == DECODE else mesh.dp
+        moved = collectives(traced.jaxpr.jaxpr, mesh.axis_sizes)
+        cost = self.cost(name)
+        peaks = Peaks(
+            device.bytes_per_s,
+            device.flops_per_s,
+            device.quantized_flops_per_s if self.numerics.quantize_activations else None,
+        )
+        times = {
+            "compute": cost.compute_seconds(peaks),
+            "memory": cost.memory_seconds(peaks),
+            "network": network_seconds(moved, mesh.axis_sizes, device),
+        }
+        return StepReport(
+            devices=mesh.world,
+            axes=dict(mesh.axis_sizes),
+            weights_bytes=weights,
+            kv_bytes_per_token=self.layout.bytes_per_token,
+            state_bytes_per_sequence=self.layout.bytes_per_slot,
+            temp_bytes=temp,
+            temp_source="device_compile" if measured else "estimated",
+            peak_bytes_per_device=peak,
+            fits=peak <= usable,
+            hbm_bytes=device.hbm_bytes,
+            max_concurrent_at_max_len=max(0, int((usable - fixed) // request)) * ranks,
+            collectives=moved,
+            flops_per_step=cost.flops,
+            roofline=Roofline(
+                times["compute"], times["memory"], times["network"], max(times, key=lambda bound: times[bound])
+            ),
+            compile_s=round(compile_s, 3),
+        )
+
+    def cost(self, name: str) -> StepCost:
+        """What a full step must read and multiply on one device: a decode step of requests at `engine.max_model_len`,
+        or a prefill step of the beginning of one prompt."""
+        bucket, limit = self.buckets[name], self.config.engine.max_model_len
+        leaves = {path: leaf.get_value() for path, leaf in parameter_paths(self.model).items()}
+        if bucket.decode:
+            tokens, sequences, context = bucket.rows, bucket.rows, float(limit)
+        else:
+            tokens, sequences, context = bucket.rows // bucket.cp, 1, min(bucket.rows, limit) / 2
+        return step_cost(leaves, self.layout, tokens=tokens, sequences=sequences, context=context, mesh=self.mesh_plan)
+
+    def buffer(self, name: str) -> PlacedArray:
+        """The packed plan that the host sends to a step, a row for each rank."""
+        bucket: Bucket = self.buckets[name]
+        array = jax.ShapeDtypeStruct((self.mesh_plan.world, bucket.size), jax.numpy.int32)
+        return place(f"buffer.{name}", array, ("blocks", None), self.mesh_plan)

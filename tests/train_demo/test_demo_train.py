@@ -1,0 +1,110 @@
+"""scripts/train_demo/train.py: the curriculum, the clock, the learning rate, what is logged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scripts.train_demo.tasks import CALC, CLASSES, RECALL
+from scripts.train_demo.train import (
+    FLOOR,
+    STAGES,
+    WARM_UP,
+    Clock,
+    Rate,
+    by_kind,
+    curriculum,
+    kernel_table,
+    plan_of,
+    plot,
+    sample_positions,
+)
+
+
+def test_stages_are_named_with_their_minutes() -> None:
+    plan = plan_of(["dense:5", "sparse:1.5", "long"])
+    assert [(stage.name, seconds) for stage, seconds in plan] == [("dense", 300), ("sparse", 90), ("long", math.inf)]
+    with pytest.raises(ValueError, match=r"unknown stage 'thick'; there are dense, sparse"):
+        plan_of(["thick:2"])
+    assert all(stage.length % 128 == 0 and stage.length % (2 * stage.stride) == 0 for stage in STAGES.values())
+
+
+def test_a_later_stretch_goes_on_where_the_last_one_ended() -> None:
+    plan = plan_of(["dense:5", "sparse:1.5", "long"])
+    clock = Clock()
+    assert clock.remaining(plan) == plan
+    clock.enter(STAGES["sparse"])
+    clock.stage_s = 30.0
+    assert clock.remaining(plan) == plan[1:]
+    clock.stage_done = True
+    assert clock.remaining(plan) == plan[2:]
+    assert clock.remaining(plan_of(["dense_long"])) == plan_of(["dense_long"])
+    clock.enter(STAGES["sparse"])
+    assert clock.stage_s == 30.0 and clock.stage_done
+    clock.enter(STAGES["long"])
+    assert clock.stage_s == 0.0 and not clock.stage_done
+
+
+def test_the_rate_warms_up_after_every_restart_and_decays_once() -> None:
+    rate = Rate(peak=2.0, decay_from=10, total=20)
+    assert rate.at(0, 0) == pytest.approx(2.0 / WARM_UP) and rate.at(0, WARM_UP) == 2.0 == rate.at(10, 500)
+    assert rate.at(15, 500) == pytest.approx(1.0) and rate.at(15, 0) == pytest.approx(1.0 / WARM_UP)
+    assert rate.at(20, 500) == rate.at(25, 500) == pytest.approx(2.0 * FLOOR)
+
+
+def test_text_comes_into_recall_rows_once_recall_has_begun() -> None:
+    early, late = curriculum(STAGES["dense"], 0.1), curriculum(STAGES["dense"], 0.6)
+    assert early.density[0] > late.density[0] and early.max_distance == STAGES["dense"].length
+    assert curriculum(STAGES["long"], 0.0).max_distance == 4096
+
+
+def test_half_of_the_sampled_queries_recall() -> None:
+    classes = np.zeros((2, 256), np.uint8)
+    places = np.arange(7, 256, 20)
+    classes[0, places] = RECALL + 1
+    made = np.asarray(sample_positions(jnp.asarray(classes), 8))
+    assert made.shape == (2, 32) and made.min() >= 0 and made.max() < 256
+    assert set(places) <= set(made[0].tolist()) and len(set(made[0, 16:].tolist())) == 16
+    assert made[1, :16].tolist() == list(range(15, 256, 16))
+
+
+def test_kinds_are_means_of_what_occurred() -> None:
+    sums = np.zeros((len(CLASSES), 3), np.float32)
+    sums[CALC] = 4.0, 6, 8
+    sums[RECALL] = 1.0, 1, 1
+    sums[RECALL + 1], sums[RECALL + 3] = (5.0, 1, 10), (1.0, 2, 2)
+    kinds = by_kind(sums)
+    assert kinds["calc"] == {"loss": 0.5, "right": 0.75, "tokens": 8}
+    assert kinds["recall_far"] == {"loss": 0.5, "right": 0.25, "tokens": 12}
+    assert set(kinds) == {"calc", "recall_1", "recall_64", "recall_1024", "recall_far"}
+
+
+def test_the_curves_and_the_kernel_table_are_written(tmp_path: Path) -> None:
+    def record(minute: int, stage: str) -> dict:
+        kinds = {"text": {"loss": 3.0, "right": 0.3, "tokens": 9}, "calc": {"loss": 1.0, "right": 0.5, "tokens": 9}}
+        indexer = {"index": [0.1, 0.2], "covered": [0.5, 0.6], "covered_recall": [0.5, 0.6]}
+        return {"trained_s": 60 * minute, "stage": stage, "loss": 2.0, "kinds": kinds, **indexer}
+
+    lines = [json.dumps(record(i, "dense" if i < 3 else "long")) for i in range(5)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    plot(tmp_path / "log.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+    def event(tid: int, name: str, microseconds: float) -> dict:
+        return {"ph": "X", "pid": 1, "tid": tid, "name": name, "dur": microseconds}
+
+    threads = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for tid, name in ((1, "Stream #7(Compute)"), (2, "XLA Ops"))
+    ]
+    events = [*threads, event(1, "gemm", 2000), event(1, "sort", 500), event(1, "gemm", 1000), event(2, "gemm", 9000)]
+    with gzip.open(tmp_path / "trace.json.gz", "wt", encoding="utf-8") as file:
+        json.dump({"traceEvents": events}, file)
+    table = [line.split() for line in kernel_table(tmp_path / "trace.json.gz").splitlines()]
+    assert table == [["3.50", "ms", "3", "in", "all"], ["3.00", "ms", "2", "gemm"], ["0.50", "ms", "1", "sort"]]
