@@ -140,6 +140,7 @@ class LLM:
         self.folder, self.tokenizer = parts.folder, parts.tokenizer
         self._engine: Engine | None = Engine(parts, self.config.engine)
         self.prompts = PromptEncoder(parts.folder, parts.tokenizer)
+        self._agreement = self._engine.agreement
         self._ids = itertools.count()
 
     @property
@@ -226,7 +227,7 @@ class LLM:
 
     def _finished(self, pairs: list[tuple[Prompt, Sampling]], use_tqdm: bool) -> Generator[RequestOutput]:
         began, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
-        disable = None if use_tqdm and self.engine.agreement.is_first else True
+        disable = None if use_tqdm and self._agreement.is_first else True
         with (
             contextlib.closing(self._drive(pairs)) as jobs,
             tqdm(total=len(pairs), desc="generating", unit="prompt", disable=disable, file=sys.stderr) as bar,
@@ -253,7 +254,7 @@ class LLM:
         failed it. Only an engine that did nothing else is trusted to report what moved. With several processes it
         steps all the same: whether it does must not depend on what only one of them knows.
         """
-        engine, alone = self.engine, self.engine.agreement.num_processes == 1
+        engine, alone = self.engine, self._agreement.num_processes == 1
         if not alone:
             self._check_same(pairs)
         # Known before anything is queued, so that an interrupt at any moment leaves nothing behind in the engine.
@@ -289,7 +290,7 @@ class LLM:
 
     def _everyones(self, ended: list[_Job], working: bool) -> tuple[list[_Job], bool]:
         """The jobs that ended in any process, in the order of processes, and whether one has more. Collective."""
-        agreement = self.engine.agreement
+        agreement = self._agreement
         if agreement.num_processes == 1:
             return ended, working
         own = {"working": working, "ended": [dataclasses.asdict(job.output()) for job in ended]}
@@ -302,7 +303,7 @@ class LLM:
     def _check_same(self, pairs: list[tuple[Prompt, Sampling]]) -> None:
         """Raises ProcessError unless all processes were given the same prompts and sampling. Collective."""
         own = np.array([len(pairs), zlib.crc32(repr(pairs).encode("utf-8", "replace"))], np.int64)
-        everyones = self.engine.agreement.gather(own, "the prompts")
+        everyones = self._agreement.gather(own, "the prompts")
         for process, (count, _) in enumerate(everyones):
             if (everyones[process] != everyones[0]).any():
                 raise ProcessError(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save, save_file
 from tqdm import tqdm
 
 from di_jax.commands.records import (
@@ -32,22 +32,29 @@ from di_jax.config import Config
 from di_jax.engine.scorer import Score, Scorer
 from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.errors import UserError
+from di_jax.parallel import processes
 from di_jax.platforms.devices import configure_jax, require_devices
 from di_jax.prompts import PromptEncoder, RequestError, check_token_ids
 
 logger = logging.getLogger(__name__)
+
+# What comes of a record: why there is no score, or arrays, among them fp64 [T - 1] of this name, which no tensor has.
+LIKELIHOOD = "negative_log_likelihood"
+Result = str | dict[str, np.ndarray]
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
     """Scores the records of --input and writes their logits to --output; the perplexity needs no output.
 
     Returns 1 when some record failed, which is logged with its id, else 0. Raises UserError for devices, files, config
-    or checkpoint that cannot be used. Without records no model is loaded.
+    or checkpoint that cannot be used. Without records no model is loaded. Of several processes, which all read the
+    input and score their share of it, the first one gets all scores and writes.
     """
     configure_jax(config)
     require_devices(config)
     records = _records(config, args)
-    if args.output is not None:
+    writes = processes.current().is_first
+    if args.output is not None and writes:
         refuse_input_as_output(args.output, args.input or config.generate.input)
         _check_replaceable(args.output)
     tensors: dict[str, np.ndarray] = {}
@@ -55,16 +62,21 @@ def run(config: Config, args: argparse.Namespace) -> int:
     failed = 0
     if records:
         names = tensor_names([record.id for record in records])
-        for index, outcome in _outcomes(config, records):
-            if isinstance(outcome, str):
-                logger.error("record %s: %s", printable(records[index].id), outcome)
+        results = (
+            (index, outcome if isinstance(outcome, str) else _result(outcome, names[index], args.output is not None))
+            for index, outcome in _outcomes(config, records)
+        )
+        for index, result in _brought_together(results, len(records)):
+            if isinstance(result, str):
+                logger.error("record %s: %s", printable(records[index].id), result)
                 failed += 1
                 continue
-            likelihoods.append(outcome.negative_log_likelihood())
-            if args.output is not None:
-                if names[index] != records[index].id:
-                    logger.warning("record %s: its tensors are named %s", printable(records[index].id), names[index])
-                tensors.update(_tensors(names[index], outcome))
+            likelihoods.append(result.pop(LIKELIHOOD))
+            if result and names[index] != records[index].id:
+                logger.warning("record %s: its tensors are named %s", printable(records[index].id), names[index])
+            tensors.update(result)
+    if not writes:
+        return 0
     if args.output is not None:
         _save(tensors, args.output)
     if failed:
@@ -77,12 +89,32 @@ def run(config: Config, args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _brought_together(results: Iterator[tuple[int, Result]], num_records: int) -> Iterator[tuple[int, Result]]:
+    """The results of all processes in the first one, in the order of records; nothing in the others. Collective."""
+    agreement = processes.current()
+    if agreement.num_processes == 1:
+        yield from results
+        return
+    own = dict(results)
+    # One record at a time: the first process holds all of them at the end, but no more.
+    for index in range(num_records):
+        result = own.pop(index, None)
+        told = b"" if result is None else result.encode() if isinstance(result, str) else save(result)
+        kind = b"" if result is None else b"!" if isinstance(result, str) else b"="
+        for payload in filter(None, agreement.collect(kind + told, f"record {index}")):
+            yield index, payload[1:].decode() if payload[:1] == b"!" else load(payload[1:])
+
+
 def _outcomes(config: Config, records: list[Record]) -> Iterator[tuple[int, Score | str]]:
-    """(index of the record, its score or why there is none), in the order in which they are known."""
+    """(index of the record, its score or why there is none) of this process's records, in the order in which they are
+    known."""
     parts = build_engine_parts(config)
     encoder = PromptEncoder(parts.folder, parts.tokenizer)
     work: list[tuple[str, list[int]]] = []
+    owners = processes.data_rank_owners(parts.runner.mesh, parts.runner.plan)
     for index, record in enumerate(records):
+        if owners[index % len(owners)] != processes.current().process_id:
+            continue
         try:
             work.append((str(index), _token_ids(record, encoder, config, parts)))
         except UserError as error:
@@ -112,6 +144,12 @@ def _perplexity(likelihoods: list[np.ndarray]) -> tuple[float | None, str]:
     except OverflowError:
         return None, f"too large for a number (exp of {mean:.1f} nats a token)"
     return value, f"{value:.4f}"
+
+
+def _result(score: Score, name: str, whole: bool) -> dict[str, np.ndarray]:
+    """The likelihood of the score's tokens, and, for a `whole` one, its arrays as the output file names them."""
+    tensors = _tensors(name, score) if whole else {}
+    return {LIKELIHOOD: score.negative_log_likelihood(), **tensors}
 
 
 def _tensors(name: str, score: Score) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from di_jax.engine.scheduler import (
 )
 from di_jax.engine.sequence import Sequence
 from di_jax.engine.setup import EngineParts
+from di_jax.engine.step_plan import Bucket
 from di_jax.parallel import processes
 from di_jax.sampling_params import SamplingParams
 
@@ -78,12 +79,13 @@ class Scorer:
         self.ranks = data_ranks(parts.runner.local_ranks, parts.ladder.cp, parts.layout)
 
     def run(self, requests: Iterable[tuple[str, list[int]]]) -> Iterator[Score]:
-        """Scores (id, token ids), each non-empty and within the caches; yields as requests finish."""
+        """Scores (id, token ids), each non-empty and within the caches; yields as requests finish. Collective: each
+        process brings its own, and goes on until all have finished."""
         greedy = SamplingParams(temperature=0.0)
         waiting = deque(Sequence(name, 0, ids, greedy, seed=0, max_tokens=0) for name, ids in requests)
         running: list[Sequence] = []
         scores: dict[str, Score] = {}
-        while waiting or running:
+        while True:
             while waiting and (rank := self._room_for(waiting[0])) is not None:
                 sequence = waiting.popleft()
                 rank.admit(sequence)
@@ -91,12 +93,15 @@ class Scorer:
                 scores[sequence.request_id] = Score.empty(
                     sequence.request_id, sequence.prompt_ids, self.parts.model_config.vocab_size
                 )
-            if not running:
+            if waiting and not running:
                 name, ledger = waiting[0].request_id, self.ranks[0].ledgers[0]
                 need = ledger.blocks_of(len(waiting[0].prompt_ids))
                 raise ValueError(f"request {name}: needs {need} blocks of a pool of {ledger.num_blocks}")
             batch = self._batch()
-            self._execute(batch, scores)
+            bucket = self._bucket(batch)
+            if bucket is None:
+                return
+            self._execute(bucket, batch, scores)
             for work in batch.work:
                 work.sequence.num_computed += len(work.chunk.tokens)
             for rank in self.ranks:
@@ -129,12 +134,19 @@ class Scorer:
                 rows -= count if decode else ladder.prefill_row_cost(count)
         return Batch(DECODE if decode else PREFILL, work)
 
-    def _execute(self, batch: Batch, scores: dict[str, Score]) -> None:
+    def _bucket(self, batch: Batch) -> Bucket | None:
+        """The smallest bucket that holds the batches of all processes; None when no process has any work."""
+        agreement, ladder = processes.current(), self.parts.ladder
+        ledgers = [ledger for rank in self.ranks for ledger in rank.ledgers]
+        own = np.array(bucket_need(batch, ledgers, ladder), np.int32)
+        rows, context = agreement.gather(own, "the bucket of a step").max(axis=0).tolist()
+        agreement.working(f"scoring, {rows} rows and {context} blocks of context" if rows else None)
+        return ladder.bucket(batch.kind == DECODE, rows, context) if rows else None
+
+    def _execute(self, bucket: Bucket, batch: Batch, scores: dict[str, Score]) -> None:
         """Runs a step and copies each member's rows out of it: the bucket's whole output, which has rows of padding and
         of other requests, is let go here."""
-        runner, ladder = self.parts.runner, self.parts.ladder
-        ledgers = [ledger for rank in self.ranks for ledger in rank.ledgers]
-        bucket = ladder.bucket(batch.kind == DECODE, *bucket_need(batch, ledgers, ladder))
+        runner = self.parts.runner
         plans = rank_plans(bucket, batch, runner.local_ranks)
         outputs = runner.execute(plans, TRACE if self.trace else LOGITS).host()
         by_rank = dict(zip(runner.local_ranks, zip(plans, outputs, strict=True), strict=True))
