@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,23 +19,22 @@ from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.sampling_params import SamplingParams
 
 PROMPTS = ("p64", "p150", "p300")
-MESHES = {
-    "dp8": {"dp": 8},
-    "ep8dp8": {"dp": 8, "ep": 8},
-    "ep2dp8": {"dp": 8, "ep": 2},
-    "ep2cp8": {"cp": 8, "ep": 2},
-    "ep4dp4cp2": {"dp": 4, "cp": 2, "ep": 4},
-    "eplb": {"dp": 4, "cp": 2, "ep": 8},
+MESHES: dict[str, dict[str, object]] = {
+    "dp8": {"mesh.dp": 8},
+    "ep8dp8": {"mesh.dp": 8, "mesh.ep": 8},
+    "ep2dp8": {"mesh.dp": 8, "mesh.ep": 2},
+    "ep2cp8": {"mesh.cp": 8, "mesh.ep": 2},
+    "ep4dp4cp2": {"mesh.dp": 4, "mesh.cp": 2, "mesh.ep": 4},
+    "copies": {"mesh.dp": 4, "mesh.cp": 2, "mesh.ep": 8, "eplb.extra_per_rank": 1},
+    "kvq": {"mesh.dp": 4, "mesh.cp": 2, "mesh.ep": 4, "model.quantize_caches": True},
 }
 
 
-def config_of(golden: Path, mesh: dict[str, int], **values: object) -> Config:
+def config_of(golden: Path, values: dict[str, object]) -> Config:
     """The golden tiny model on a mesh, with one prefill and one decode shape."""
-    cp = mesh.get("cp", 1)
     base = Config.from_dict(
         {
             "model": {"path": str(golden / "tiny-v41-fp8"), "dtype": "float32", "quantize_caches": False},
-            "mesh": mesh,
             "engine": {
                 "max_num_seqs": 4,
                 "max_num_batched_tokens": 512,
@@ -45,37 +47,50 @@ def config_of(golden: Path, mesh: dict[str, int], **values: object) -> Config:
             "sampling": {"temperature": 0, "max_tokens": 32},
         }
     )
-    assert cp <= 8
     return base.with_values(values)
 
 
-@pytest.fixture(scope="module")
-def goldens(golden: Path) -> dict[str, np.ndarray]:
-    return load_file(golden / "tiny-v41.nokvq.safetensors")
+@dataclasses.dataclass
+class Subject:
+    parts: EngineParts
+    config: Config
+    goldens: dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module", params=MESHES)
-def parts(request: pytest.FixtureRequest, golden: Path) -> Iterator[EngineParts]:
-    values = {"eplb.extra_per_rank": 1} if request.param == "eplb" else {}
-    yield build_engine_parts(config_of(golden, MESHES[request.param], **values))
+def subject(request: pytest.FixtureRequest, golden: Path) -> Subject:
+    config = config_of(golden, MESHES[request.param])
+    variant = "kvq" if config.model.quantize_caches else "nokvq"
+    return Subject(build_engine_parts(config), config, load_file(golden / f"tiny-v41.{variant}.safetensors"))
 
 
-def test_scores_are_the_goldens(parts: EngineParts, goldens: dict[str, np.ndarray]) -> None:
-    """Logits within 1e-4; every selection and every expert equal."""
+def test_scores_are_the_goldens(subject: Subject) -> None:
+    """Logits within 1e-4; every selection and every expert equal.
+
+    With quantized caches a code may flip where a sum was taken in another order (the goldens' README): then 2e-3, and
+    most positions agree exactly as without.
+    """
+    parts, goldens = subject.parts, subject.goldens
+    quantized = subject.config.model.quantize_caches
     prompts = [(name, goldens[f"{name}/input_ids"].tolist()) for name in PROMPTS]
     scores = {score.request_id: score for score in Scorer(parts, trace=True).run(prompts)}
     assert scores.keys() == set(PROMPTS)
     for name, score in scores.items():
-        assert np.abs(score.logits - goldens[f"{name}/logits"]).max() < 1e-4
+        off = np.abs(score.logits - goldens[f"{name}/logits"]).max(axis=-1)
+        if quantized:
+            assert off.max() < 2e-3 and np.mean(off < 1e-4) > 0.7
+            continue
+        assert off.max() < 1e-4
         for layer, selected in score.selected.items():
             assert (selected == goldens[f"{name}/L{layer}/topk_idx"]).all()
         for layer, experts in score.experts.items():
             assert (experts == goldens[f"{name}/L{layer}/expert_ids"]).all()
 
 
-def test_greedy_answers_are_the_goldens(parts: EngineParts, goldens: dict[str, np.ndarray]) -> None:
+def test_greedy_answers_are_the_goldens(subject: Subject) -> None:
     """More requests than ranks, so that every rank decodes and some prompts are cut into chunks."""
-    engine = Engine(parts, config_of(Path(parts.folder).parent, {}).engine)
+    goldens = subject.goldens
+    engine = Engine(subject.parts, subject.config.engine)
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     requests = {
         f"{name}-{copy}": engine.add_request(goldens[f"{name}/input_ids"].tolist(), sampling)
@@ -93,3 +108,38 @@ def test_greedy_answers_are_the_goldens(parts: EngineParts, goldens: dict[str, n
         assert request.sequences[0].output_ids[:certain] == goldens[f"{name}/greedy_ids"][:certain].tolist()
         assert certain > 8
     assert all(ledger.num_free_blocks == ledger.num_blocks for ledger in engine.scheduler.ledgers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "devices", "experts"), [("ep64", 64, "eplb.extra_per_rank=1"), ("ep8", 8, "eplb.preset=none")]
+)
+def test_a_packaged_deployment_with_a_small_model(name: str, devices: int, experts: str, golden: Path) -> None:
+    """The command of the config's first lines, on virtual devices: the greedy answer is that of the goldens."""
+    goldens = load_file(golden / "tiny-v41.kvq.safetensors")
+    requests = [{"id": p, "prompt_token_ids": goldens[f"{p}/input_ids"].tolist()} for p in ("p64", "p150")]
+    settings = (
+        f"model.path={golden / 'tiny-v41-fp8'}",
+        "model.dtype=float32",
+        f"mesh.simulate_devices={devices}",
+        experts,
+        "engine.max_num_seqs=1",
+        "engine.max_num_batched_tokens=256",
+        "engine.prefill_buckets=[256]",
+        "engine.decode_buckets=[1]",
+        "engine.max_model_len=256",
+        "sampling.max_tokens=16",
+        "sampling.temperature=0",
+        "sampling.ignore_eos=true",
+    )
+    command = [sys.executable, "-m", "di_jax.run", "generate", "--config", name, "--input", "/dev/stdin"]
+    for setting in settings:
+        command += ["--set", setting]
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = {r["id"]: r["outputs"][0]["token_ids"] for r in map(json.loads, done.stdout.splitlines())}
+    for prompt, ids in answers.items():
+        margin = goldens[f"{prompt}/greedy_margin"][:16]
+        certain = len(margin) if margin.min() > 1e-2 else int(np.argmax(margin <= 1e-2))
+        assert certain > 4 and ids[:certain] == goldens[f"{prompt}/greedy_ids"][:certain].tolist()
