@@ -1,4 +1,4 @@
-# make demo   sets up .venv and generates from the prompts of configs/quickstart.yaml
+# make demo   sets up .venv and answers configs/demo.jsonl with the bundled checkpoint
 # make test   style, types and tests;  make test-slow: the slow tests too;  make check: style and types only
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -13,7 +13,9 @@ help:
 	@sed -n '1,2s/^# //p' Makefile
 
 demo: $(INSTALLED)
-	$(PYTHON) -m di_jax.run generate --config quickstart.yaml
+	@mkdir -p build
+	$(PYTHON) -m di_jax.run generate --config quickstart.yaml --input configs/demo.jsonl > build/demo-answers.jsonl
+	@echo 'the answers as JSON lines: build/demo-answers.jsonl'
 
 test: check
 	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile

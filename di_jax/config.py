@@ -34,7 +34,7 @@ class ModelGroup(Group):
     quantize_caches: bool = True  # the window, compressed and index-key quantizers are part of the function
     quantize_activations: bool | str = key("auto", choices=("auto", True, False))  # auto: on for bfloat16
     wo_a_input: str | None = key(None, choices=(None, "quantized", "bf16"))  # null: as the activations
-    engram_placement: str = key("device", only=("device",))
+    engram_placement: str = key("device", choices=("device", "host"))  # host: read from the checkpoint's files
 
 
 @dataclass(frozen=True)

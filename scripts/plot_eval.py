@@ -1,4 +1,4 @@
-"""Draws what `eval --json` printed: a bar for the score of each task, one colour per file.
+"""Draws what `eval --json` printed: a bar for the score of each task, one colour per file, and a line at its gate.
 
 python scripts/plot_eval.py FILE.json [MORE.json] [--output FILE.png]
 """
@@ -68,6 +68,9 @@ def draw(runs: dict[str, dict[str, Any]], picture: Path) -> None:
         at = [tasks.index(task) + width * (place - (len(runs) - 1) / 2) for task in there]
         bars = axis.bar(at, [run[task]["score"] for task in there], width, label=label)
         axis.bar_label(bars, [f"{run[task]['score']:.2f}" for task in there], fontsize=7)
+    for place, task in enumerate(tasks):
+        for gate in {run[task].get("gate") for run in runs.values() if task in run} - {None}:
+            axis.plot([place - 0.45, place + 0.45], [gate, gate], color="tab:red")
     items = [max(run[task]["n"] for run in runs.values() if task in run) for task in tasks]
     names = [f"{task}\n(n={n})" for task, n in zip(tasks, items, strict=True)]
     axis.set_xticks(range(len(tasks)), names, fontsize=8, rotation=45 if len(tasks) > 6 else 0)

@@ -33,6 +33,37 @@ def test_scripts_and_their_files_exist(command: str) -> None:
             assert (ROOT / word).exists(), word
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "-m scripts." in c])
+def test_script_modules_have_the_options_that_are_shown(command: str) -> None:
+    words = shlex.split(command)
+    module = words[words.index("-m") + 1]
+    source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in source, option
+
+
+def test_the_demo_table_quotes_the_committed_results() -> None:
+    match = re.search(r"<!-- demo table: (\S+), (\S+) -->\n(.*?)<!-- end of demo table -->", README, re.DOTALL)
+    assert match is not None
+    evaluated, draft = (json.loads((ROOT / name).read_text(encoding="utf-8")) for name in (match[1], match[2]))
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|", match[3], re.MULTILINE))
+    met = dict(re.findall(r"^\| (.+?) \|.*\| (yes|no) \|$", match[3], re.MULTILINE))
+    names = {"copy": "copy", "sort": "sort", "calc": "sums and differences", "json": "JSON from a sentence"}
+    names |= {f"recall_{d}": f"recall over {d:,} tokens" for d in (256, 512, 1024, 2048, 4096)}
+    for task, label in names.items():
+        found = evaluated["tasks"][task]
+        assert rows[label] == f"{100 * found['score']:.0f}%", task
+        if found["gate"] is not None:
+            assert met[label] == ("yes" if found["score"] >= found["gate"] else "no"), task
+    perplexity = evaluated["perplexity"]
+    assert rows["English perplexity"] == f"{perplexity['english']:.2f}"
+    rise = perplexity["english"] / perplexity["english_masters"] - 1
+    assert rows["its rise by quantization"] == f"{rise:.1%}" and rise < 0.03
+    for kind in ("text", "answers", "all"):
+        assert rows[f"tokens of a draft block, {kind}"] == f"{1 + draft['accepted_drafts'][kind]['sampled']:.2f}"
+    assert rows["calibration error of the survival"] == f"{draft['calibration_error']['after']['all']:.1%}"
+
+
 def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert "://" in target or (ROOT / target).exists(), target

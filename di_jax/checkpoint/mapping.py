@@ -7,7 +7,7 @@ few arguments. A leaf's dtype is the stored one. Paths are dotted; leading stack
     M draft stages
 
 A mesh changes two kinds of leaves (`Parallel`): the expert axis has a slot for every redundant copy, and the rows of
-an Engram table are padded to equal shares.
+an Engram table are padded to equal shares. Tables in host memory are no leaves.
 
 Draft tensors (`mtp.*`) become leaves `draft.*` when asked for; vision tensors have no leaf here.
 """
@@ -27,6 +27,7 @@ from di_jax.parallel.mesh import ONE_DEVICE, Parallel, padded
 
 Sources = tuple[tuple[tuple[int, ...], str], ...]
 
+_TABLES = "engram_tables."
 _FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")
 _BLOCK_PLAIN = (
     "attn_norm.weight", "ffn_norm.weight", "attn.q_norm.weight", "attn.kv_norm.weight", "attn.attn_sink",
@@ -65,10 +66,11 @@ def leaf_specs(
     inventory = expected_inventory(config, quantized)
     row_parts = parallel.mesh.size("engram_rows")
     specs = {}
-    for path, sources in _all_sources(config, quantized, draft, parallel.extra_experts).items():
+    leaves = _all_sources(config, quantized, draft, parallel.extra_experts, parallel.engram_placement)
+    for path, sources in leaves.items():
         tensor = inventory[sources[0][1]]
         shape = (*(n + 1 for n in sources[-1][0]), *tensor.shape)
-        if path.startswith("engram_tables."):
+        if path.startswith(_TABLES):
             shape = (padded(shape[0], row_parts), *shape[1:])
         specs[path] = LeafSpec(shape, STORED_DTYPES[tensor.dtype])
     return specs
@@ -78,12 +80,20 @@ def all_sources(
     config: ModelConfig, *, draft: bool = False, parallel: Parallel = ONE_DEVICE
 ) -> MappingProxyType[str, Sources]:
     """Every leaf's sources, in tree order, stack positions ascending; with `draft` those of the draft model last."""
-    return _all_sources(config, config.quantization is not None, draft, parallel.extra_experts)
+    quantized = config.quantization is not None
+    return _all_sources(config, quantized, draft, parallel.extra_experts, parallel.engram_placement)
+
+
+def host_specs(config: ModelConfig, parallel: Parallel = ONE_DEVICE) -> dict[str, LeafSpec]:
+    """Shape and dtype, as stored, of what `parallel` leaves in host memory: all of the Engram tables or nothing."""
+    if parallel.engram_placement != "host":
+        return {}
+    return {path: spec for path, spec in leaf_specs(config).items() if path.startswith(_TABLES)}
 
 
 @lru_cache(maxsize=4)  # 92,000 names for the released model: built once per config, not once per leaf
 def _all_sources(
-    config: ModelConfig, quantized: bool, draft: bool, extra_experts: int
+    config: ModelConfig, quantized: bool, draft: bool, extra_experts: int, engram_placement: str
 ) -> MappingProxyType[str, Sources]:
     tree = _Tree(quantized)
     for name in ("embed.weight", "head.weight", "norm.weight"):
@@ -110,9 +120,9 @@ def _all_sources(
     tree.scaled_stack("engrams.wkv", engrams, "wkv")
     for name in ("q_weight", "k_weight"):
         tree.stack(f"engrams.{name}", engrams, name)
-    for ordinal, prefix in enumerate(engrams):  # row counts differ between layers: no stack
-        for part in tree.parts:
-            tree.single(f"engram_tables.{ordinal}.{part}", f"{prefix}embed.{part}")
+    for ordinal, prefix in enumerate(engrams if engram_placement == "device" else ()):
+        for part in tree.parts:  # row counts differ between layers: no stack
+            tree.single(f"{_TABLES}{ordinal}.{part}", f"{prefix}embed.{part}")
     if draft and config.num_nextn_predict_layers:
         _add_draft(tree, config)
     return MappingProxyType(tree.leaves)

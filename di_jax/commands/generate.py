@@ -49,13 +49,13 @@ def run(config: Config, args: argparse.Namespace) -> int:
                     elif writes:
                         print_result(_json_line(result, sys.stdout.encoding))
                     results.append(result)
-                summary = _summary(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
+                summary = summary_of(results, time.perf_counter() - began, llm.engine.compiles_after_warmup)
         else:
             if output is not None:
                 output.clear()
-            summary = _summary([], 0.0, 0)
+            summary = summary_of([], 0.0, 0)
     if writes and not args.json and args.output is None:
-        print(_readable(records, results, summary), file=sys.stderr)
+        print(readable(records, results, summary), file=sys.stderr)
     if writes and args.json:
         print_result(json.dumps(summary))
     return 1 if summary["failed"] else 0
@@ -126,7 +126,7 @@ def output_record(identity: str, output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _summary(results: list[dict[str, Any]], wall_s: float, compiles: int) -> dict[str, Any]:
+def summary_of(results: list[dict[str, Any]], wall_s: float, compiles: int) -> dict[str, Any]:
     """The --json object. wall_s: from the first request to the last record, without loading and warm-up;
     tokens_per_s: output tokens over wall_s."""
     good = [result for result in results if "error" not in result]
@@ -142,13 +142,12 @@ def _summary(results: list[dict[str, Any]], wall_s: float, compiles: int) -> dic
     }
 
 
-def _readable(records: list[Record], results: list[dict[str, Any]], summary: dict[str, Any]) -> str:
+def readable(records: list[Record], results: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     """What a person wants to see of the run: prompt, answer, token counts and speed."""
     width = shutil.get_terminal_size((100, 24)).columns
     lines = [""]
     for record, result in zip(records, results, strict=True):
-        prompt = record.prompt.get("prompt", f"({len(result.get('prompt_token_ids', ()))} tokens)")
-        lines.append(_shortened(f"[{record.id}] {prompt!r}", width))
+        lines.append(_shortened(f"[{record.id}] {_question(record, result)}", width))
         if "error" in result:
             lines.append(f"    error: {result['error']['message']}")
             continue
@@ -165,5 +164,17 @@ def _readable(records: list[Record], results: list[dict[str, Any]], summary: dic
     return "\n".join(lines)
 
 
+def _question(record: Record, result: dict[str, Any]) -> str:
+    """The prompt, the last message of a chat, or how many ids there were."""
+    if "prompt" in record.prompt:
+        return repr(record.prompt["prompt"])
+    if "messages" in record.prompt and "error" not in result:
+        last = record.prompt["messages"][-1]
+        return f"{last.get('role')}: {last.get('content')!r}"
+    return f"({len(result.get('prompt_token_ids', ()))} tokens)"
+
+
 def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    """At most `width` characters: of a longer text its beginning and its end."""
+    tail = width // 4
+    return text if len(text) <= width else f"{text[: width - tail - 5]} ... {text[len(text) - tail :]}"

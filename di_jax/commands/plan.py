@@ -22,6 +22,7 @@ import jax
 from flax import nnx
 
 from di_jax.checkpoint.hub import DEMO, resolve_checkpoint
+from di_jax.checkpoint.mapping import host_specs
 from di_jax.commands.plan_tables import tables
 from di_jax.commands.records import print_result
 from di_jax.commands.roofline import Peaks, StepCost, step_cost
@@ -37,7 +38,7 @@ from di_jax.model.transformer import Transformer, abstract_model, parameter_path
 from di_jax.parallel.collectives import Collective, collectives, network_seconds
 from di_jax.parallel.layout_picture import layout_svg
 from di_jax.parallel.mesh import DeviceMesh
-from di_jax.parallel.placement import PlacedArray, place, place_state, place_weights
+from di_jax.parallel.placement import PlacedArray, place, place_on_host, place_state, place_weights
 from di_jax.parallel.storage import StoragePlan, StoreLoad, storage_plan, window_state_bytes
 from di_jax.parallel.temporaries import temporary_bytes
 from di_jax.platforms.accelerators import ACCELERATORS, Accelerator
@@ -165,7 +166,8 @@ class Planner:
         blocks = config.engine.num_blocks or blocks_per_sequence(config) * config.engine.max_num_seqs
         formats = self.numerics.formats
         self.layout = CacheLayout(model_config, formats, blocks, config.engine.max_num_seqs)
-        self.weights = place_weights(self.params, self.mesh_plan)
+        self.on_host = host_specs(model_config, self.parallel)
+        self.weights = place_weights(self.params, self.mesh_plan) + place_on_host(self.on_host)
         self.state = place_state(self.layout, self.mesh_plan)
 
     def describe(self) -> list[str]:
@@ -175,10 +177,12 @@ class Planner:
         buckets = ", ".join(
             f"{name} {bucket.rows} rows x {bucket.context_blocks} blocks" for name, bucket in self.buckets.items()
         )
+        host_bytes = sum(spec.nbytes for spec in self.on_host.values())
         return [
             f"{self.config.model.path}, {self.config.model.dtype}, on {mesh.world} {self.device.name} devices: "
             f"dp {mesh.dp}, cp {mesh.cp}, ep {mesh.ep}; {experts} + {self.parallel.extra_experts} expert slots a layer",
             f"steps of a rank: {buckets}; {engine.max_num_seqs} requests of up to {engine.max_model_len} tokens",
+            *([f"Engram tables: {host_bytes / 1e9:,.2f} GB in the memory of each host"] if self.on_host else []),
         ]
 
     def draw(self, path: Path) -> None:

@@ -25,7 +25,6 @@ from di_jax.engine.setup import EngineParts
 from di_jax.engine.step_plan import Bucket
 from di_jax.engine.step_policy import Demand, demand_of, make_policy
 from di_jax.parallel import processes
-from di_jax.parallel.agreement import reason_of
 from di_jax.prompts import RequestError, check_token_ids
 from di_jax.sampling_params import SamplingParams, choice_seed
 from di_jax.tokenizer import IncrementalDetokenizer
@@ -194,7 +193,7 @@ class Engine:
     def _recover(self, error: BaseException) -> None:
         """After a step that did not come to its end. What it did to the caches and to `last_token` is unknown, on the
         device or in the host's books, so neither is gone on with. Other processes may wait for this one: they end."""
-        self.agreement.fail(reason_of(error))
+        self.agreement.fail(error)
         if self.parts.runner.resets == self._resets:
             self.parts.runner.reset()
         if isinstance(error, Exception):

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from di_jax.engine.sampler import sample
 from di_jax.engine.step_plan import Bucket, StepPlan
 from di_jax.model.cache import CacheLayout, EngineState
+from di_jax.model.engram import RowSource
 from di_jax.model.moe import slot_tables
-from di_jax.model.rows import make_rows
+from di_jax.model.rows import META, make_rows
 from di_jax.model.transformer import LayerTrace, Transformer
 from di_jax.parallel.expert_moves import MovePlan
 from di_jax.parallel.expert_weights import move_program
@@ -46,9 +47,17 @@ class StepOutput:
     logits: Array | None  # fp32 [T, V] when asked for
     trace: list[LayerTrace] | None
     load: Array | None  # int32 [L, expert slots] rows that the rank sent to each slot, when counted
+    host_tables: RowSource | None = dataclasses.field(default=None, metadata=META)  # that the step asked
 
     def host(self) -> list[StepOutput]:
-        """Waits for the results: one output with NumPy arrays for each rank of this process, in their order."""
+        """Waits for the results: one output with NumPy arrays for each rank of this process, in their order. Raises
+        what a look-up in host memory failed with (CheckpointError, naming the file)."""
+        outputs = self._fetch()
+        if self.host_tables is not None:
+            self.host_tables.raise_failure()
+        return outputs
+
+    def _fetch(self) -> list[StepOutput]:
         if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self)):
             whole = jax.device_get(self)  # one transfer for all arrays
             return [jax.tree.map(lambda a, r=rank: a[r], whole) for rank in range(len(whole.token))]
@@ -103,7 +112,7 @@ def step(
     target = jnp.where((fields["sample"] > 0) & (fields["count"] > 0), slot, layout.num_slots)
     state = state.replace(last_token=state.last_token.at[target].set(chosen, mode="drop"))
     trace = [jax.tree.map(jax.vmap(rows.gathered), run) for run in out.traces] if outputs == TRACE else None
-    result = StepOutput(chosen, logprob, None if outputs == TOKENS else logits, trace, out.load)
+    result = StepOutput(chosen, logprob, None if outputs == TOKENS else logits, trace, out.load, model.host_tables)
     return jax.tree.map(lambda a: a[None], result), state
 
 

@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from di_jax.checkpoint.cache import load_or_convert
+from di_jax.checkpoint.host_tables import HostTables
 from di_jax.checkpoint.hub import resolve_checkpoint
+from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.config import Config, EplbGroup
 from di_jax.engine.runner import ModelRunner
 from di_jax.engine.step_plan import Bucket, BucketLadder
@@ -74,7 +76,8 @@ def build_engine_parts(config: Config) -> EngineParts:
     kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
     places = parameter_shardings(abstract_model(model_config, numerics, kernels, parallel), mesh)
     leaves = load_or_convert(folder, model_config, config.cache.weights_dir, places, parallel)
-    model = assemble(model_config, numerics, leaves, tables, kernels, parallel)
+    host_tables = open_host_tables(folder, model_config, parallel)
+    model = assemble(model_config, numerics, leaves, tables, kernels, parallel, host_tables)
     layout = CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs)
     layout = size_caches(config, layout, mesh.local_devices)
     runner = ModelRunner(model, layout, mesh)
@@ -92,7 +95,22 @@ def build_parallel(config: Config, model_config: ModelConfig) -> Parallel:
     plan.check_experts(experts, extra)
     if plan.world > 1:
         logger.info("mesh of %d devices: %s", plan.world, ", ".join(f"{a} {n}" for a, n in plan.axis_sizes.items()))
-    return Parallel(plan, extra, balanced, config.eplb.force)
+    return Parallel(plan, extra, balanced, config.eplb.force, engram_placement=config.model.engram_placement)
+
+
+def open_host_tables(folder: Path, model_config: ModelConfig, parallel: Parallel) -> HostTables | None:
+    """The Engram tables of a checkpoint, when they are to stay on the host. Raises CheckpointError."""
+    if parallel.engram_placement != "host" or not model_config.engram_layer_ids:
+        return None
+    with open_checkpoint(folder, model_config) as reader:
+        tables = HostTables.of(reader)
+    logger.info(
+        "model.engram_placement host: Engram tables of %.1f MB are read from the checkpoint's files, %.1f MB less on "
+        "each device; every step waits for its rows before its first layer: nothing overlaps with them yet",
+        tables.nbytes / 1e6,
+        tables.nbytes / parallel.mesh.size("engram_rows") / 1e6,
+    )
+    return tables
 
 
 def parameter_shardings(model: Transformer, mesh: jax.sharding.Mesh) -> dict[str, NamedSharding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,8 +91,8 @@ class NgramHash(nnx.Module):
 class EngramTable(nnx.Module):
     """One layer's memory [rows, head_dim], e4m3 with a ue8m0 scale per 32 channels (bf16 when unquantized).
 
-    Its rows are spread over the ranks of `engram_rows`, padded to equal shares. Row numbers fit int32 (94 M in the
-    released tables); bytes do not, and are only ever addressed row by row.
+    Its rows are spread over the ranks of `engram_rows`, padded to equal shares. Row numbers fit int32 (384 M in a
+    released table); bytes do not, and are only ever addressed row by row.
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, rows: int, parallel: Parallel) -> None:
@@ -147,6 +149,40 @@ class EngramTable(nnx.Module):
             capacity=capacity_of(row.shape[0], ranks, self.parallel.dispatch_capacity),
         )
         return lax.bitcast_convert_type(data, self.weight.dtype), scale
+
+
+class RowSource(Protocol):
+    """Tables in host memory (`checkpoint.host_tables`). Hashed by identity: a part of the compiled step."""
+
+    def __call__(self, row: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What `host_memory` asks for, on the host. Must not raise: other devices would wait for this one forever."""
+
+    def raise_failure(self) -> None:
+        """Raises what went wrong since the last call. For whoever waits for the step."""
+
+
+def host_memory(
+    source: RowSource | None, config: ModelConfig, dtype: jnp.dtype, row: Array, valid: Array
+) -> list[Array]:
+    """What `EngramTable` gives for each layer, from tables in host memory: row int32 [G, T, columns].
+
+    One call for all layers: the device stops until the host has answered, however little is asked, and on CPU devices
+    so does whoever launches the step. Each rank asks for its own rows. source None: a step that is traced, never run.
+    """
+
+    def serve(row: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, ...]:
+        raise RuntimeError("the Engram tables were not opened: this model was made to be planned, not run")
+
+    channels = config.engram_head_dim
+    widths = (channels, -(-channels // 32)) if config.quantization else (2 * channels,)
+    answer = tuple(jax.ShapeDtypeStruct((*row.shape, width), jnp.uint8) for width in widths)
+    data, *scales = jax.pure_callback(source or serve, answer, row, valid)
+    if config.quantization:
+        memory = expand_rows(lax.bitcast_convert_type(data, jnp.float8_e4m3fn), scales[0], dtype)
+    else:
+        pairs = data.reshape(*row.shape, channels, 2)
+        memory = expand_rows(lax.bitcast_convert_type(pairs, jnp.bfloat16), None, dtype)
+    return list(memory.reshape(*row.shape[:2], -1))
 
 
 class Engram(nnx.Module):

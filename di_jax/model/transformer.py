@@ -15,7 +15,7 @@ from di_jax.model.attention import Attention
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.compressor import Compressor, CompressorGate
 from di_jax.model.config import LayerPlan, ModelConfig
-from di_jax.model.engram import Engram, EngramTable, HashTable, NgramHash
+from di_jax.model.engram import Engram, EngramTable, HashTable, NgramHash, RowSource, host_memory
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.hyper_connections import HyperConnection
 from di_jax.model.indexer import Indexer
@@ -109,7 +109,9 @@ class Transformer(nnx.Module):
         self.indexers = Indexer(c, numerics, kernels) if c.index_source_layer_ids else None
         self.ngram_hash = NgramHash(c, tables) if c.engram_layer_ids else None
         self.engrams = Engram(c, numerics) if c.engram_layer_ids else None
-        self.engram_tables = nnx.List([EngramTable(c, numerics, rows, parallel) for rows in c.engram_num_embeddings])
+        on_device = c.engram_num_embeddings if parallel.engram_placement == "device" else ()
+        self.engram_tables = nnx.List([EngramTable(c, numerics, rows, parallel) for rows in on_device])
+        self.host_tables: RowSource | None = None
 
     def __call__(
         self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: bool = False
@@ -150,7 +152,10 @@ class Transformer(nnx.Module):
             table_rows = self.ngram_hash(rows.own(look))
             state = state.replace(engram_history=history)
             # Look-ups depend on ids only: they are issued before layer 0 and consumed where the layer needs them.
-            memory = [t(table_rows[g], rows.valid) for g, t in enumerate(self.engram_tables)]
+            if self.parallel.engram_placement == "host":
+                memory = host_memory(self.host_tables, self.config, self.numerics.dtype, table_rows, rows.valid)
+            else:
+                memory = [t(table_rows[g], rows.valid) for g, t in enumerate(self.engram_tables)]
         streams = jnp.repeat(embedded[:, None], hc, axis=1)
         pre = jnp.zeros((rows.num_rows, hc), jnp.float32).at[:, 0].set(1.0)
         slots = self.layers.ffn.num_slots
@@ -283,9 +288,12 @@ def assemble(
     tables: EngramTables | None,
     kernels: KernelChoice | None = None,
     parallel: Parallel | None = None,
+    host_tables: RowSource | None = None,
 ) -> Transformer:
-    """The model around loaded weights. Raises ValueError when a leaf is missing, unknown or of another shape."""
+    """The model around loaded weights. host_tables: for Engram tables that are no weights. Raises ValueError when a
+    leaf is missing, unknown or of another shape."""
     model = abstract_model(config, numerics, kernels, parallel)
+    model.host_tables = host_tables
     state = fill(model, leaves)
     hashes = nnx.state(NgramHash(config, tables), HashTable) if config.engram_layer_ids else None
     if hashes is not None:

@@ -76,19 +76,26 @@ class Agreement:
         """Sets `work`, None when there is nothing to do. A process that ends during work fails the others, and so does
         one that does not get on, after the time given."""
 
-    def fail(self, reason: str) -> None:
-        """Tells the others that this process cannot go on, so that they end too."""
+    @property
+    def lost(self) -> str | None:
+        """What another process did, or did not do, that this one cannot go on without; None when all is well."""
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process cannot go on, so that they end too. An error of the device is often the
+        death of another process; if so, that is what counts."""
 
     def leave(self) -> None:
-        """Waits until all processes are through. A process that ends without, or during work, fails the others."""
+        """Waits until all processes are through; one that ends without fails the others. Raises ProcessError when the
+        run has failed."""
 
 
 class ProcessGroup(Agreement):
     """Of several processes, over the connections of `meet`.
 
     peers: connection by process; process 0 has one to each, the others only to 0. names: of all, for messages.
-    timeout_s: the longest that living processes may keep others waiting; loading and compiling count. end: what ends
-    this process when it does not do so itself.
+    timeout_s: the longest that living processes may keep others waiting; loading and compiling count. end: ends this
+    process, with an exit code, when it does not do so itself.
     """
 
     def __init__(
@@ -97,7 +104,7 @@ class ProcessGroup(Agreement):
         peers: dict[int, socket.socket],
         names: Sequence[str],
         timeout_s: float,
-        end: Callable[[], None],
+        end: Callable[[int], None],
     ) -> None:
         self.process_id, self.num_processes = process_id, len(names)
         self.names, self.timeout_s = list(names), timeout_s
@@ -106,6 +113,7 @@ class ProcessGroup(Agreement):
         self._sending = {peer: threading.Lock() for peer in peers}
         self._state = threading.Lock()
         self._failure: str | None = None
+        self._is_lost = threading.Event()
         self._left = threading.Event()
         self.working("start-up")
         for peer, connection in peers.items():
@@ -122,7 +130,7 @@ class ProcessGroup(Agreement):
         *,
         hosts: Sequence[str] = (),
         timeout_s: float = 600.0,
-        end: Callable[[], None] | None = None,
+        end: Callable[[int], None] | None = None,
     ) -> ProcessGroup:
         """Connects the processes. Collective.
 
@@ -146,7 +154,7 @@ class ProcessGroup(Agreement):
         finally:
             if server is not None:
                 server.close()
-        return cls(process_id, peers, names, timeout_s, _end_process if end is None else end)
+        return cls(process_id, peers, names, timeout_s, end_process if end is None else end)
 
     def gather(self, values: np.ndarray, what: str) -> np.ndarray:
         joined = self._round(what, values.tobytes(), b"".join)
@@ -179,13 +187,20 @@ class ProcessGroup(Agreement):
     def working(self, what: str | None) -> None:
         self.work, self._since = what, time.monotonic()
 
-    def fail(self, reason: str) -> None:
-        if self._note(f"this process failed: {reason}"):
-            self._tell(_FAILED, f"{self.names[self.process_id]} failed: {reason}".encode())
+    @property
+    def lost(self) -> str | None:
+        return self._failure if self._is_lost.is_set() else None
+
+    def fail(self, error: BaseException) -> None:
+        if self._failure is None and isinstance(error, Exception) and not isinstance(error, UserError):
+            self._is_lost.wait(2 * BEAT_S)
+        if self._note(f"this process failed: {_reason(error)}"):
+            self._tell(_FAILED, f"{self.names[self.process_id]} failed: {_reason(error)}".encode())
 
     def leave(self) -> None:
-        if self._failure is not None or self._left.is_set():
+        if self._left.is_set():
             return
+        self._check()
         self.working(None)
         with self._telling():
             if self.process_id:
@@ -258,7 +273,7 @@ class ProcessGroup(Agreement):
         try:
             yield
         except BaseException as error:
-            self.fail(reason_of(error))
+            self.fail(error)
             raise
 
     def _note(self, failure: str) -> bool:
@@ -274,11 +289,12 @@ class ProcessGroup(Agreement):
         if not self._note(text):
             return
         logger.error("%s; %s ends too", text, self._me)
+        self._is_lost.set()
         if not self.process_id:
             self._tell(_FAILED, text.encode())
         for inbox in self._inbox.values():
             inbox.put((_FAILED, b""))
-        timer = threading.Timer(GRACE_S, self._end)
+        timer = threading.Timer(GRACE_S, self._end, (ProcessError.exit_code,))
         timer.daemon = True
         timer.start()
 
@@ -325,7 +341,7 @@ class ProcessGroup(Agreement):
                 rest = rest[self._peers[peer].send(rest[:_PIECE]) :]
 
 
-def reason_of(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """An error in one line, for the other processes."""
     text = " ".join(str(error).split())[:500]
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
@@ -422,12 +438,13 @@ def _connect(hosts: Sequence[str], port: int, token: bytes, process_id: int, nam
     raise ProcessError(f"{name} cannot be reached: {'; '.join(errors)}; set distributed.coordinator to its address")
 
 
-def _end_process() -> None:
-    """Ends a process whose main thread does not: it may wait for ever for a device that waits for another's."""
+def end_process(code: int) -> None:
+    """Ends this process without waiting for anything: its main thread, or jax at the end of the interpreter, may wait
+    for ever for a device or a process that is gone."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
             continue
-    os._exit(ProcessError.exit_code)
+    os._exit(code)

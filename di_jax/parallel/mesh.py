@@ -171,7 +171,8 @@ class Parallel:
     extra_experts: redundant expert slots of the backbone beyond its experts. balanced: whether EPLB is on, so that
     rows find their experts by a table and a step returns the rows of every slot. force: "balanced" or "imbalanced"
     routes by lot instead of by score, "none" does not. dispatch_capacity: rows that a round of the expert exchange
-    carries per pair of ranks, over the mean.
+    carries per pair of ranks, over the mean. engram_placement: "device" spreads the Engram tables over the mesh, "host"
+    leaves them out of the model's weights.
     """
 
     mesh: DeviceMesh = DeviceMesh()
@@ -179,6 +180,7 @@ class Parallel:
     balanced: bool = False
     force: str = "none"
     dispatch_capacity: float = 1.25
+    engram_placement: str = "device"
 
     def __post_init__(self) -> None:
         if self.extra_experts and not self.balanced:

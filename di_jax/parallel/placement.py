@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from di_jax.parallel.mesh import AXES, DeviceMesh
 
 EXPERTS, ENGRAM, STATE, REPLICATED = "routed experts", "Engram rows", "caches of own requests", "replicated weights"
 KINDS = (EXPERTS, ENGRAM, STATE, REPLICATED)
+HOST = "host memory"  # on no device, and so in no picture of devices
 # What an array is for, by the logical name that spreads it (`mesh.RULES`).
 _OWN = ("blocks", "slots")
 _KIND_OF = {"expert": EXPERTS, "engram_rows": ENGRAM, **dict.fromkeys(_OWN, STATE)}
@@ -23,7 +24,8 @@ _KIND_OF = {"expert": EXPERTS, "engram_rows": ENGRAM, **dict.fromkeys(_OWN, STAT
 
 @dataclasses.dataclass(frozen=True)
 class PlacedArray:
-    """A weight or state array of the whole mesh. kind: one of `KINDS`; bytes_per_device: of one device's part."""
+    """A weight or state array of the whole mesh. kind: one of `KINDS`, or `HOST` for what every host has whole;
+    bytes_per_device: of one device's part."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +37,7 @@ class PlacedArray:
     def record(self) -> dict[str, Any]:
         """As `plan --json` gives it."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "kind"}
-        return {**values, "shape": list(self.shape), "spec": str(self.spec)}
+        return {**values, "shape": list(self.shape), "spec": HOST if self.kind == HOST else str(self.spec)}
 
 
 def place(name: str, array: Any, logical: Sequence[str | None], plan: DeviceMesh) -> PlacedArray:
@@ -53,6 +55,11 @@ def place_weights(params: nnx.State, plan: DeviceMesh) -> list[PlacedArray]:
         place(".".join(map(str, path)), leaf.get_value(), leaf.get_metadata().get("logical_axes") or (), plan)
         for path, leaf in nnx.to_flat_state(params)
     ]
+
+
+def place_on_host(arrays: Mapping[str, Any]) -> list[PlacedArray]:
+    """Arrays (anything with shape and dtype), by name, that stay in the memory of the hosts."""
+    return [PlacedArray(n, tuple(a.shape), str(a.dtype), PartitionSpec(), 0, HOST) for n, a in arrays.items()]
 
 
 def place_state(layout: CacheLayout, plan: DeviceMesh) -> list[PlacedArray]:

@@ -14,13 +14,14 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from di_jax.errors import ConfigError
-from di_jax.parallel.agreement import SILENCE_S, Agreement, ProcessGroup, reason_of
+from di_jax.parallel.agreement import GRACE_S, SILENCE_S, Agreement, ProcessError, ProcessGroup, end_process
 
 if TYPE_CHECKING:
     import jax
@@ -32,11 +33,12 @@ logger = logging.getLogger(__name__)
 
 # jax ends every process, with a stack trace that seldom names the cause, this long after one fell silent: later than
 # the agreement, which says which one it was.
-JAX_HEARTBEAT_S = int(SILENCE_S) + 5
+JAX_HEARTBEAT_S = int(SILENCE_S + 2 * GRACE_S)
 JAX_SHUTDOWN_S = 10
 CARD_BYTES = 4096  # of what processes tell one another before they can talk
 
 _current: Agreement = Agreement()
+_exit_code = 1  # of a process that does not come to its end with the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +81,9 @@ def find_start(config: Config, environment: Mapping[str, str]) -> Start | None:
     if group.num_processes == 1 or config.command == "plan":
         return None
     launcher = next((one for one in LAUNCHERS if _speaks(one, environment)), None)
-    count, index, local_index, name = group.num_processes, group.process_id, None, "no launcher"
+    count, index, local_index, name = group.num_processes, group.process_id, None, "no launcher says it"
     if launcher is not None:
-        name = launcher.name
+        name = f"{launcher.name} does not say it"
         count = _number(launcher.count, environment) if count is None else count
         index = _number(launcher.index, environment) if index is None else index
         local_index = _number(launcher.local_index, environment)
@@ -93,12 +95,12 @@ def find_start(config: Config, environment: Mapping[str, str]) -> Start | None:
     for key, value in values.items():
         if value is None and not (jax_finds and key != "process_id"):
             raise ConfigError(
-                f"distributed.{key}: is not set, and {name} does not say it; give distributed.coordinator (HOST:PORT "
+                f"distributed.{key}: is not set, and {name}; give distributed.coordinator (HOST:PORT "
                 "of process 0), distributed.num_processes and distributed.process_id, or distributed.num_processes: 1"
             )
     if count is not None and index is not None and not 0 <= index < count:
         raise ConfigError(
-            f"distributed.process_id: {index} (of {name}) is not one of distributed.num_processes = {count}"
+            f"distributed.process_id: {index} is not one of distributed.num_processes = {count}, counted from 0"
         )
     return Start(group.coordinator, count, index, local_index)
 
@@ -120,6 +122,7 @@ def start(config: Config) -> Agreement:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     detected = None in (found.coordinator, found.num_processes, found.process_id)
     logger.info("joining the other processes%s", "" if found.coordinator is None else f" at {found.coordinator}")
+    _keep_stdout_for_results()
     try:
         jax.distributed.initialize(
             found.coordinator,
@@ -170,12 +173,17 @@ def check_same_config(agreement: Agreement, config: Config) -> None:
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
     """Tells the other processes of an error inside, and else waits until all of them are through."""
+    global _exit_code
     try:
         yield
+        _current.leave()
     except BaseException as error:
-        _current.fail(reason_of(error))
+        _current.fail(error)
+        _exit_code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        if isinstance(error, Exception) and _current.lost is not None:
+            _exit_code = ProcessError.exit_code
+            raise ProcessError(_current.lost) from error
         raise
-    _current.leave()
 
 
 def check_owners(owners: Sequence[int], cp: int, processes: int) -> None:
@@ -213,11 +221,12 @@ def data_rank_owners(mesh: jax.sharding.Mesh, plan: DeviceMesh) -> list[int]:
 
 def _leave_at_exit() -> None:
     """At the end of an interpreter that nothing else led to its end (`run.main` does)."""
-    work = _current.work
-    if work is None:
+    if _current.work is not None:
+        _current.fail(ProcessError(f"it ended during {_current.work}"))
+    with contextlib.suppress(ProcessError):
         _current.leave()
-    else:
-        _current.fail(f"ended during {work}")
+        return
+    end_process(_exit_code)  # jax would wait for the others
 
 
 def _speaks(launcher: Launcher, environment: Mapping[str, str]) -> bool:
@@ -251,6 +260,20 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     for name, value in tree.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
+
+
+def _keep_stdout_for_results() -> None:
+    """Sends what libraries write to file 1 to stderr: gloo greets its peers there, and NCCL logs."""
+    try:
+        if sys.stdout.fileno() != 1:
+            return
+    except (OSError, ValueError):
+        return  # a notebook's
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = open(own, "w", buffering=1 if os.isatty(own) else -1, encoding=encoding, errors=errors)  # noqa: SIM115
 
 
 def _name_logs(index: int) -> None:

@@ -30,8 +30,10 @@ def configure_jax(config: Config) -> None:
     """
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
-    elif config.platform.name not in (None, "auto"):
-        jax.config.update("jax_platforms", config.platform.name)
+    elif (name := config.platform.name) not in (None, "auto"):
+        # Callbacks get their arguments on a CPU device, also from a GPU. The first name stays the default.
+        calls_host = config.model.engram_placement == "host" and name != "cpu"
+        jax.config.update("jax_platforms", f"{name},cpu" if calls_host else name)
     if config.cache.compile_dir is not None:
         folder = Path(os.path.expanduser(config.cache.compile_dir))
         try:

@@ -7,7 +7,7 @@ from jax import Array
 from di_jax.model.cache import CacheLayout
 from di_jax.model.rows import Rows
 from kernels_pallas.choice import choose
-from kernels_pallas.sparse_attention import masked, reference
+from kernels_pallas.sparse_attention import reference
 
 
 def sparse_attention(
@@ -32,6 +32,5 @@ def sparse_attention(
     compressed KV, read at KV source `source`; selected int32 [T, k] entries, -1 = none, or None for a window-only
     layer; sink fp32 [H]; cos_sin of the rows' positions. Bytes per row: 528 * window + 288 * k, the floor of decode.
     """
-    available = {"reference": reference.sparse_attention, "masked": masked.sparse_attention}
-    run = choose("sparse_attention", implementation, available)
+    run = choose("sparse_attention", implementation, {"reference": reference.sparse_attention})
     return run(query, step_kv, ring, pool, selected, sink, cos_sin, rows, layout, source=source, scale=scale)

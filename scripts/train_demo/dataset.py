@@ -27,6 +27,7 @@ from scripts.train_demo.tasks import (
     TEXT,
     Example,
     Packed,
+    Split,
     Tasks,
 )
 from scripts.train_demo.tokenizer import EOS_ID, PAD_ID
@@ -78,27 +79,33 @@ class Mix:
 
 
 class Data:
-    """A prepared folder, read once. Token arrays are uint16; documents and examples end with the end token."""
+    """A prepared folder, read once: what to train on, or the same from the held-out split.
 
-    def __init__(self, folder: Path) -> None:
+    Token arrays are uint16; documents and examples end with the end token.
+    """
+
+    def __init__(self, folder: Path, split: Split = "train") -> None:
         if not (folder / "manifest.json").is_file():
             raise FileNotFoundError(
                 f"{folder}: not prepared; run python -m scripts.train_demo.prepare --folder {folder}"
             )
-        self.folder = folder
+        self.folder, self.split = folder, split
         self.tasks = Tasks(Tokenizer.from_file(str(folder / "tokenizer.json")))
-        self.text = {name: np.load(folder / f"{name}_train.npy") for name in ("english", "python")}
+        self.text = {name: np.load(folder / f"{name}_{split}.npy") for name in ("english", "python")}
         self.heads = {name: np.flatnonzero(text[:-1] == EOS_ID) + 1 for name, text in self.text.items()}
-        self.pools = {name: load_pool(folder / f"pool_{name}.npz") for name in POOLS}
-
-    def held_out(self, name: str = "english") -> np.ndarray:
-        """uint16 [N]: the held-out documents of `english` or `python`, each with its end token."""
-        return np.load(self.folder / f"{name}_eval.npy")
+        if split == "train":
+            self.pools = {name: load_pool(folder / f"pool_{name}.npz") for name in POOLS}
+        else:
+            self.pools = {name: Packed.of([self._example(item) for item in self.items(name)]) for name in POOLS}
 
     def items(self, task: str) -> list[dict[str, Any]]:
         """Held-out examples of a task as `di_jax.evaluation.tasks.load_items` reads them (as plain records)."""
         lines = (self.folder / "eval" / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
+
+    @staticmethod
+    def _example(item: Mapping[str, Any]) -> Example:
+        return Example(item["prompt_token_ids"], item["answer_token_ids"], item["task"])
 
 
 class Batches:
@@ -146,7 +153,7 @@ class Batches:
     def _recall(self, rng: np.random.Generator, width: int, mix: Mix) -> tuple[np.ndarray, np.ndarray]:
         source = "python" if rng.random() < 0.15 else "english"
         density = float(np.exp(rng.uniform(*np.log(mix.density))))
-        row = self.data.tasks.recall_row(rng, width, mix.max_distance, self.data.text[source], density)
+        row = self.data.tasks.recall_row(rng, width, mix.max_distance, self.data.text[source], density, self.data.split)
         return row.tokens, row.classes
 
     def _fill(
@@ -175,9 +182,9 @@ class Batches:
             return pool.select(rng.integers(0, len(pool), count))
         if name not in RAW_TASKS:
             raise ValueError(f"mix: unknown source {name!r}; sources are {', '.join(FRACTIONS)}")
-        probe = self.data.tasks.packed(name, rng, 16)
+        probe = self.data.tasks.packed(name, rng, 16, self.data.split)
         count = int(wanted / probe.lengths.mean() + rng.random()) + 1
-        made = self.data.tasks.packed(name, rng, count)
+        made = self.data.tasks.packed(name, rng, count, self.data.split)
         if name == "calc":
             made = replace(made, classes=np.where(made.classes == ANSWER, CALC, made.classes).astype(np.uint8))
         return made

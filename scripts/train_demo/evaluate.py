@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 from di_jax.config import load_config
 from di_jax.engine.scorer import Scorer
-from di_jax.engine.setup import build_engine_parts
+from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.evaluation.judges import judge_by_rule
 from di_jax.evaluation.tasks import load_items
 from di_jax.llm import LLM
 from di_jax.sampling_params import SamplingParams
+from scripts.train_demo import ngram_baseline
 
 TASKS = ("copy", "reverse", "sort", "calc", "fact", "json", "chat", "tool")
 DISTANCES = (256, 512, 1024, 2048, 4096)
@@ -74,9 +75,9 @@ def exact_rates(llm: LLM, data: Path, limit: int) -> dict[str, dict[str, Any]]:
     return results
 
 
-def perplexity(config: Any, text: np.ndarray) -> float:
-    """exp(mean negative log-likelihood) of a held-out text [N], in rows whose beginnings are context."""
-    scorer = Scorer(build_engine_parts(config))
+def perplexity(parts: EngineParts, text: np.ndarray) -> float:
+    """exp(mean negative log-likelihood) of a text [N], in rows whose beginnings are context."""
+    scorer = Scorer(parts)
     begins = range(0, max(1, len(text) - CONTEXT), ROW - CONTEXT)
     rows = [(str(b), text[b : b + ROW].tolist()) for b in begins if len(text[b : b + ROW]) > CONTEXT]
     total, count = 0.0, 0
@@ -94,18 +95,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--limit", type=int, default=100, help="items of each set")
-    parser.add_argument("--text-tokens", type=int, default=40_000, help="held-out tokens of a text for its perplexity")
+    parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of a text for its perplexity")
     parser.add_argument("--compile-dir", default=None)
     args = parser.parse_args(arguments)
     folders = {"": args.checkpoint, **({"_masters": args.masters} if args.masters else {})}
-    baseline = json.loads((args.data / "ngram_baseline.json").read_text(encoding="utf-8"))
-    found: dict[str, float] = {"tokens": args.text_tokens, "five_gram_kneser_ney": baseline["perplexity"]}
+    texts = {name: np.load(args.data / f"{name}_eval.npy")[: args.text_tokens] for name in ("english", "python")}
+    baseline = ngram_baseline.perplexity(np.load(args.data / "english_train.npy"), texts["english"])
+    found: dict[str, Any] = {
+        "tokens": {name: len(text) for name, text in texts.items()},
+        "english_five_gram_kneser_ney": round(baseline, 4),
+    }
     for suffix, folder in folders.items():
-        config = engine_config(folder, args.dtype, args.compile_dir)
-        for name in ("english", "python"):
-            text = np.load(args.data / f"{name}_eval.npy")[: args.text_tokens]
-            found[name + suffix] = round(perplexity(config, text), 4)
+        parts = build_engine_parts(engine_config(folder, args.dtype, args.compile_dir))
+        for name, text in texts.items():
+            found[name + suffix] = round(perplexity(parts, text), 4)
             print(f"{name}{suffix}: perplexity {found[name + suffix]}", file=sys.stderr, flush=True)
+        del parts
     with LLM(engine_config(args.checkpoint, args.dtype, args.compile_dir)) as llm:
         tasks = exact_rates(llm, args.data, args.limit)
     result = {

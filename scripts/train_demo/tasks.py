@@ -5,7 +5,7 @@ Every raw example reads `name: question ->` and is answered by ` answer` and the
     copy: q t a -> q t a              reverse: q t a -> a t q           sort: q t a -> a q t
     calc: 345+27 -> ~273 = 372        (the digits from the ones upwards, then the result)
     fact: amber falcon -> river       (a fixed table; pairs, and triples of which no two words suffice)
-    note: amber -> river ... recall: amber -> river
+    note: amber river ... recall: amber river
     json: Anna lives in Oslo and has a cat. -> {"name": "Anna", "city": "Oslo", "pet": "cat"}
 
 Train and eval examples never coincide: a hash of an example's content sends it to one of the splits (1 in 10 to eval),
@@ -299,7 +299,9 @@ class Tasks:
         prompt = np.concatenate([*pieces, question[:4]]).tolist()
         return Example(prompt, question[4:].tolist(), "recall", {"distance": distance})
 
-    def recall_row(self, rng: Rng, length: int, max_distance: int, text: np.ndarray, density: float) -> Packed:
+    def recall_row(
+        self, rng: Rng, length: int, max_distance: int, text: np.ndarray, density: float, split: Split = "train"
+    ) -> Packed:
         """A row [length] of notes and of questions about them, with text between: multi-query associative recall.
 
         density: share of the tokens in notes and questions, 1 for no text at all. Each key is noted once and may be
@@ -313,7 +315,7 @@ class Tasks:
         # among many, a guess at any value in sight is nearly as good.
         most = min(len(KEYS), max(2, slots // 2))
         limit = most if rng.random() < 0.3 else round(float(np.exp(rng.uniform(np.log(2), np.log(most)))))
-        keys, values = self._pairs(rng, limit, "train")
+        keys, values = self._pairs(rng, limit, split)
         top = min(max_distance, length)
         aims = np.log(np.where(rng.random(slots) < 0.5, rng.uniform(size, top, slots), 0) + 1e-9)
         aims = np.where(aims > 0, aims, rng.uniform(np.log(size), np.log(top), slots))

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gzip
-import itertools
 import json
 import math
 import queue
@@ -40,80 +38,18 @@ from tqdm import tqdm
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from scripts.train_demo.dataset import Batches, Data, Mix, loss_weights
+from scripts.train_demo.curriculum import LEARNED, Clock, Rate, Stage, curriculum, plan_of
+from scripts.train_demo.dataset import Batches, Data, loss_weights
 from scripts.train_demo.forward import cross_entropy, forward
 from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts, save_parts
-from scripts.train_demo.tasks import ANSWER, CALC, CLASSES, RECALL, TEXT
+from scripts.train_demo.tasks import CLASSES, RECALL
+from scripts.train_demo.train_report import kernel_table, plot
 
 BIAS_STEP = 0.001  # router bias: towards the mean load, by this much a step
 INDEX_WEIGHT = 1.0
-LEARNED = 0.9  # share of right values, asked beyond the window, that ends a stage
-WARM_UP = 50  # steps of a fresh optimizer
-FLOOR = 0.05  # of the peak rate, at the end
 LOGGED_EVERY = 20  # steps
 PROFILED = (30, 3)  # steps before the trace and in it
 TRACING = threading.Lock()  # Python traces one step after the other, the first stage's first; XLA compiles side by side
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A part of the curriculum: batches of one shape.
-
-    dense: attention to every entry, nothing selected. stride: one query in that many has an index loss.
-    """
-
-    name: str
-    batch: int
-    length: int
-    dense: bool
-    stride: int
-
-
-STAGES = {
-    stage.name: stage
-    for stage in (
-        Stage("dense", 32, 1024, True, 16),
-        Stage("sparse", 32, 1024, False, 16),
-        Stage("dense_long", 8, 4608, True, 32),
-        Stage("long", 8, 4608, False, 32),  # recall over 4,096 tokens fits
-    )
-}
-
-
-def plan_of(words: list[str]) -> list[tuple[Stage, float]]:
-    """`NAME` or `NAME:MINUTES` each -> (stage, seconds at most)."""
-    plan = []
-    for word in words:
-        name, _, minutes = word.partition(":")
-        if name not in STAGES:
-            raise ValueError(f"--stages: unknown stage {name!r}; there are {', '.join(STAGES)}")
-        plan.append((STAGES[name], 60 * float(minutes) if minutes else math.inf))
-    return plan
-
-
-def curriculum(stage: Stage, recall: float) -> Mix:
-    """What a stage trains on. recall: share of values beyond the window that were right of late.
-
-    Rows full of notes and questions until the first are right, then also such as are text for the most part.
-    """
-    if stage.length <= 1024:
-        density = (0.5, 1.0) if recall < 0.5 else (0.1, 1.0)
-        return dataclasses.replace(Mix(), max_distance=stage.length, density=density).with_recall(0.45)
-    return dataclasses.replace(Mix(), density=(0.03, 1.0)).with_recall(0.4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """Learning rate: `peak`, and from minute `decay_from` on linearly to FLOOR of it at minute `total`."""
-
-    peak: float
-    decay_from: float
-    total: float
-
-    def at(self, minutes: float, steps: int) -> float:
-        """After so many minutes of training, with an optimizer that has made `steps` steps."""
-        left = (self.total - minutes) / max(self.total - self.decay_from, 1e-9)
-        return self.peak * min(1.0, (steps + 1) / WARM_UP) * min(1.0, max(FLOOR, left))
 
 
 def optimizer(peak: float) -> optax.GradientTransformation:
@@ -228,30 +164,6 @@ def prefetch(batches: Iterator[Any], depth: int = 4) -> Iterator[Any]:
         stop.set()
 
 
-@dataclasses.dataclass
-class Clock:
-    """How far training is; what a later stretch goes on from, beside weights and optimizer."""
-
-    step: int = 0
-    optimizer_steps: int = 0
-    trained_s: float = 0.0
-    stage: str = ""
-    stage_s: float = 0.0
-    stage_done: bool = False
-    recall: float = 0.0  # share of right values beyond the window in the last interval
-
-    def remaining(self, plan: list[tuple[Stage, float]]) -> list[tuple[Stage, float]]:
-        """The part of the plan that is still to do: from the clock's stage on, or all if it is not in the plan."""
-        names = [stage.name for stage, _ in plan]
-        if self.stage not in names:
-            return plan
-        return plan[names.index(self.stage) + self.stage_done :]
-
-    def enter(self, stage: Stage) -> None:
-        if stage.name != self.stage:
-            self.stage, self.stage_s, self.stage_done = stage.name, 0.0, False
-
-
 def by_kind(sums: np.ndarray) -> dict[str, dict[str, float]]:
     """fp32 [C, 3] sums of loss, hits and tokens by class -> mean loss, accuracy and tokens of every class that occurs,
     and of all recalled values beyond the window as `recall_far`."""
@@ -356,25 +268,6 @@ class Stretch:
         return params, state
 
 
-def kernel_table(trace: Path, most: int = 60) -> str:
-    """Milliseconds and launches of the kernels that take the longest, of all streams of a trace together."""
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    streams = {
-        (e["pid"], e["tid"])
-        for e in events
-        if e.get("name") == "thread_name" and e["args"]["name"].startswith("Stream")  # not the groupings beside them
-    }
-    spent: dict[str, list[float]] = {}
-    for event in events:
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-            spent.setdefault(event["name"], []).append(event.get("dur", 0.0) / 1000)
-    ordered = sorted(spent.items(), key=lambda item: -sum(item[1]))
-    total = sum(map(sum, spent.values()))
-    lines = [f"{total:10.2f} ms {sum(map(len, spent.values())):7d} in all"]
-    return "\n".join(lines + [f"{sum(t):10.2f} ms {len(t):7d} {name}" for name, t in ordered[:most]]) + "\n"
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="train the demo model, one stretch")
     parser.add_argument("--data", type=Path, required=True, help="what scripts.train_demo.prepare made")
@@ -445,45 +338,6 @@ def main(arguments: list[str] | None = None) -> int:
     plot(args.out / "log.jsonl", args.out / "loss.png")
     print(json.dumps(dataclasses.asdict(clock)))
     return 0
-
-
-def plot(log_file: Path, picture: Path) -> None:
-    """Loss, accuracy by kind of token and the indexer's loss over the minutes of training, with the stages marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    records = [json.loads(line) for line in log_file.read_text(encoding="utf-8").splitlines()]
-    figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8, 9), sharex=True)
-
-    def curve(axes: Any, values: list[Any], **style: Any) -> None:
-        found = [(r["trained_s"] / 60, v) for r, v in zip(records, values, strict=True) if v is not None]
-        if found:
-            axes.plot(*zip(*found, strict=True), **style)
-
-    def kinds(name: str, field: str) -> list[Any]:
-        return [r["kinds"].get(name, {}).get(field) for r in records]
-
-    curve(top, [r["loss"] for r in records], label="weighted, all")
-    curve(top, kinds(CLASSES[TEXT], "loss"), label="text")
-    for token_class in (*range(RECALL, len(CLASSES)), CALC, ANSWER):
-        curve(middle, kinds(CLASSES[token_class], "right"), label=CLASSES[token_class])
-    curve(bottom, [float(np.mean(r["index"])) for r in records], color="tab:green", label="KL, nats")
-    curve(bottom, [float(np.mean(r["covered_recall"])) for r in records], label="mass selected, recall")
-    curve(bottom, [float(np.mean(r["covered"])) for r in records], label="mass selected, all")
-    for before, after in itertools.pairwise(records):
-        if before["stage"] != after["stage"]:
-            for axes in (top, middle, bottom):
-                axes.axvline(after["trained_s"] / 60, color="0.8", zorder=0)
-            top.text(after["trained_s"] / 60, top.get_ylim()[1], after["stage"], va="top", fontsize=8)
-    top.set(ylabel="loss, nats")
-    middle.set(ylabel="right tokens", ylim=(0, 1.02))
-    bottom.set(ylabel="indexer", xlabel="minutes of training")
-    for axes in (top, middle, bottom):
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from di_jax.model.dspark import LEAF_PREFIX, DraftContext, DraftModel
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.transformer import Transformer
+from scripts.train_demo.curriculum import Rate
 from scripts.train_demo.dataset import Batches
 from scripts.train_demo.forward import forward
 from scripts.train_demo.parameters import (
@@ -40,7 +41,7 @@ from scripts.train_demo.parameters import (
     load_parts,
     save_parts,
 )
-from scripts.train_demo.train import Rate, optimizer, prefetch
+from scripts.train_demo.train import optimizer, prefetch
 
 CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the losses, dspark 1.5
 BATCH, LENGTH = 32, 1024
@@ -59,18 +60,23 @@ def draft_builder(config: ModelConfig, numerics: Numerics) -> tuple[Callable[[Pa
     return build, {name: leaf.get_value().shape for name, (_, leaf) in flat.items()}
 
 
+def anchors(length: int, block: int, offset: Array) -> Array:
+    """Positions int32 [A] of the anchors of a row of `length` tokens: STRIDE apart, from `offset` + 1 on."""
+    return offset + 1 + STRIDE * jnp.arange((length - block - STRIDE) // STRIDE, dtype=jnp.int32)
+
+
 def blocks(
     draft: DraftModel, target: Transformer, tokens: Array, hidden: Array, taps: Array, offset: Array
 ) -> dict[str, Array]:
     """Draft and target at every anchor, teacher-forced. tokens [B, T + 1]; hidden [B * T, D] and taps of the target.
 
-    Returns log_q, log_p fp32 [A, 5, V], next int32 [A, 5] and score fp32 [A, 5] for A anchors.
+    Returns log_q, log_p fp32 [A, 5, V], next int32 [A, 5] and score fp32 [A, 5] for the A anchors of all rows.
     """
     c, block = draft.config, draft.config.draft_block
     batch, length = tokens.shape[0], tokens.shape[1] - 1
-    per_row = (length - block - STRIDE) // STRIDE
-    start = jnp.tile(offset + STRIDE * jnp.arange(per_row, dtype=jnp.int32), batch) + 1
-    row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), per_row)
+    in_row = anchors(length, block, offset)
+    start = jnp.tile(in_row, batch)
+    row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), len(in_row))
     position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     kv = draft.context_kv(taps, position).reshape(c.num_nextn_predict_layers, batch, length, -1)
     window = start[:, None] - c.sliding_window + jnp.arange(c.sliding_window, dtype=jnp.int32)
@@ -119,11 +125,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True, help="compilation included")
     parser.add_argument("--peak", type=float, default=2e-3)
+    parser.add_argument("--batch", type=int, default=BATCH, help="rows of a step; few on a CPU")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     args = parser.parse_args(arguments)
     began, limit = time.monotonic(), args.minutes * 60 - 20
     config = ModelConfig.from_file(args.data / "config.json")
     tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
-    numerics = Numerics.training("bfloat16")
+    numerics = Numerics.training(args.dtype)
     build_target, _ = builder(config, numerics, tables)
     build_draft, shapes = draft_builder(config, numerics)
 
@@ -160,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         (args.out / "draft_log.jsonl").open("a", encoding="utf-8") as log,
         tqdm(unit="step", disable=None, file=sys.stderr) as bar,
     ):
-        for tokens, _ in prefetch(iter(Batches(args.data, 7, BATCH, LENGTH))):
+        for tokens, _ in prefetch(iter(Batches(args.data, 7, args.batch, LENGTH))):
             now = time.monotonic()
             minutes = 0.0 if first is None else (now - first) / 60
             total = args.minutes if first is None else (began + limit - first) / 60

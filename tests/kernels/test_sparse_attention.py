@@ -19,7 +19,6 @@ from di_jax.model.rope import inverse_frequencies, rotation
 from di_jax.model.rows import Rows
 from kernels_pallas import tiling
 from kernels_pallas.sparse_attention import api
-from kernels_pallas.sparse_attention.masked import ALL_REACHABLE
 
 HEADS, DIM, TOP_K, SCALE = 4, 64, 6, 0.3
 LAYOUT = small_layout()
@@ -145,31 +144,6 @@ def test_prefill(starts: tuple[int, ...], window_only: bool, formats: CacheForma
 def test_decode(starts: tuple[int, ...], window_only: bool, formats: CacheFormats) -> None:
     case = Case(prefill(*starts, counts=(1, 1, 1)), 1, formats=formats)
     assert case.error(window_only=window_only) < 1e-5
-
-
-@pytest.mark.parametrize("formats", [PLAIN, QUANTIZED], ids=["plain", "quantized"])
-@pytest.mark.parametrize("window_only", [False, True])
-def test_the_masked_form_equals_the_gather_from_empty_caches(window_only: bool, formats: CacheFormats) -> None:
-    case = Case(prefill(0, 0, 0), 8, formats=formats)
-    live = [row for piece, first in zip(case.pieces, case.first) for row in range(first, first + piece.count)]
-    gathered = case.run(window_only=window_only)[live]
-    masked = case.run(window_only=window_only, implementation="masked")[live]
-    np.testing.assert_allclose(masked, gathered, atol=2e-5)
-
-
-def test_the_masked_form_can_attend_to_every_reachable_entry() -> None:
-    case = Case(prefill(0, 0, 0, counts=(TOP_K, TOP_K - 1, 3)), 8)
-    ratio = CONFIG.kv_source_ratios[case.source]
-    live = []
-    for piece, first in zip(case.pieces, case.first):
-        for row, position in enumerate(piece.positions, first):
-            case.selected[row] = np.where(np.arange(TOP_K) < (position + 1) // ratio, np.arange(TOP_K), -1)
-            live.append(row)
-    listed = case.run(implementation="masked")[live]
-    case.selected[live] = ALL_REACHABLE
-    np.testing.assert_allclose(case.run(implementation="masked")[live], listed, atol=1e-6)
-    case.selected[live] = -1
-    assert np.abs(case.run(implementation="masked")[live] - listed).max() > 0.01
 
 
 @pytest.mark.parametrize("source", [0, 1])

@@ -22,6 +22,7 @@ from di_jax.checkpoint.errors import CheckpointError
 from di_jax.checkpoint.mapping import host_specs, leaf_specs
 from di_jax.checkpoint.reader import CheckpointReader, open_checkpoint
 from di_jax.commands.plan import Planner
+from di_jax.config import Config
 from di_jax.engine.scorer import Scorer
 from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.model.config import ModelConfig
@@ -29,6 +30,7 @@ from di_jax.model.engram import EngramTable, host_memory
 from di_jax.model.linear import Numerics
 from di_jax.parallel.mesh import ONE_DEVICE, DeviceMesh, Parallel
 from di_jax.parallel.placement import HOST
+from di_jax.platforms.devices import configure_jax
 
 # One device decodes; a mesh with ranks of every kind runs prompts whole. Two programs each: compiling is what it costs.
 MESHES = {"one": {}, "dp2cp2ep2": {"dp": 2, "cp": 2, "ep": 2}}
@@ -187,6 +189,19 @@ def test_the_plan_counts_them_as_host_memory(checkpoint: Path) -> None:
         a.bytes_per_device for a in planners["device"].weights
     )
     assert str(traced.jaxpr).count("pure_callback") == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "placement", "expected"),
+    [("gpu", "host", "gpu,cpu"), ("gpu", "device", "gpu"), ("cpu", "host", "cpu")],
+)
+def test_a_named_platform_leaves_the_cpu_to_callbacks(
+    monkeypatch: pytest.MonkeyPatch, platform: str, placement: str, expected: str
+) -> None:
+    changes = {}
+    monkeypatch.setattr(jax.config, "update", changes.__setitem__)
+    configure_jax(Config().with_values({"platform.name": platform, "model.engram_placement": placement}))
+    assert changes == {"jax_platforms": expected}
 
 
 def test_released_bytes(golden: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.train_demo.dataset import FRACTIONS, Batches, Data, Mix, loss_weights, teacher_forced, text_rows
+from scripts.train_demo.dataset import FRACTIONS, POOLS, Batches, Data, Mix, loss_weights, teacher_forced, text_rows
 from scripts.train_demo.tasks import ANSWER, CALC, CLASSES, IGNORE, PROMPT, RECALL, TEXT
 from scripts.train_demo.tokenizer import EOS_ID, PAD_ID
 
@@ -84,12 +86,12 @@ def test_a_curriculum_is_a_function_of_the_step(demo_data: Data) -> None:
         distances = [0]
         for row in batches.at(step)["tokens"].tolist():
             seen: dict[int, int] = {}
-            for at in (i for i, t in enumerate(row[:-1]) if t == lex.arrow):
-                distances.append(at - seen.get(row[at - 1], at))
-                seen[row[at - 1]] = at
+            for at in (i + 2 for i, t in enumerate(row[:-2]) if t in (lex.one("note"), lex.one("recall"))):
+                distances.append(at - seen.get(row[at], at))
+                seen[row[at]] = at
         return max(distances)
 
-    assert 7 <= longest(0) <= 20 < longest(5) <= 150
+    assert 6 <= longest(0) <= 20 < longest(5) <= 150
 
 
 def test_more_recall_leaves_the_other_sources_in_proportion() -> None:
@@ -104,6 +106,34 @@ def test_dense_rows_are_full_of_questions(demo_data: Data) -> None:
         return float(np.mean(np.stack([batches.at(i)["classes"] for i in range(4)]) >= RECALL))
 
     assert share((0.95, 1.0)) > 1 / 16 > 2 * share((0.02, 0.1))
+
+
+def test_held_out_batches_share_nothing_with_training(demo_data: Data) -> None:
+    """The same mix from the other split: contents of the generated tasks, pairs of notes, texts, pools."""
+    lex = demo_data.tasks.lexicon
+    folder = demo_data.folder
+    (folder / "eval").mkdir(exist_ok=True)
+    for name in POOLS:
+        item = {"id": "0", "task": name, "prompt_token_ids": [5, 6], "answer_token_ids": [7, EOS_ID]}
+        (folder / "eval" / f"{name}.jsonl").write_text(json.dumps(item) + "\n", encoding="utf-8")
+    held_out = Data(folder, "eval")
+    assert not np.array_equal(held_out.text["english"], demo_data.text["english"])
+    assert held_out.pools["json"].tokens.tolist() == [5, 6, 7, EOS_ID]
+
+    def contents(data: Data) -> set[tuple[int, ...]]:
+        """(key, value) of notes, and the letters of sorts."""
+        notes = Batches(data, 0, 4, 300, Mix({"recall": 1.0}, density=(1.0, 1.0)))
+        sorts = Batches(data, 0, 4, 300, Mix({"sort": 1.0}))
+        found: set[tuple[int, ...]] = set()
+        for row in np.concatenate([notes.at(step)["tokens"] for step in range(3)]).tolist():
+            found |= {(row[i + 2], row[i + 3]) for i, t in enumerate(row[:-3]) if t == lex.one("note")}
+        for row in np.concatenate([sorts.at(step)["tokens"] for step in range(3)]).tolist():
+            heads = [i for i, t in enumerate(row) if t == lex.one("sort")]
+            found |= {tuple(row[i:j]) for i, j in itertools.pairwise(heads)}
+        return found
+
+    train, evaluated = contents(demo_data), contents(held_out)
+    assert len(train) > 100 < len(evaluated) and not train & evaluated
 
 
 def test_calc_answers_have_their_own_class(demo_data: Data) -> None:

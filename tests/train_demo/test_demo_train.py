@@ -1,4 +1,4 @@
-"""scripts/train_demo/train.py: the curriculum, the clock, the learning rate, what is logged."""
+"""scripts/train_demo, training: the curriculum, the clock, the learning rate, what is logged and drawn."""
 
 from __future__ import annotations
 
@@ -11,20 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scripts.train_demo.curriculum import FLOOR, STAGES, WARM_UP, Clock, Rate, curriculum, plan_of
 from scripts.train_demo.tasks import CALC, CLASSES, RECALL
-from scripts.train_demo.train import (
-    FLOOR,
-    STAGES,
-    WARM_UP,
-    Clock,
-    Rate,
-    by_kind,
-    curriculum,
-    kernel_table,
-    plan_of,
-    plot,
-    sample_positions,
-)
+from scripts.train_demo.train import by_kind, sample_positions
+from scripts.train_demo.train_report import join, kernel_table, plot
 
 
 def test_stages_are_named_with_their_minutes() -> None:
@@ -83,6 +73,15 @@ def test_kinds_are_means_of_what_occurred() -> None:
     assert kinds["calc"] == {"loss": 0.5, "right": 0.75, "tokens": 8}
     assert kinds["recall_far"] == {"loss": 0.5, "right": 0.25, "tokens": 12}
     assert set(kinds) == {"calc", "recall_1", "recall_64", "recall_1024", "recall_far"}
+
+
+def test_logs_of_stretches_are_joined() -> None:
+    first = [{"step": 10 * i, "trained_s": 1.0 * i, "length": 128} for i in range(1, 6)]
+    second = [{"step": i, "trained_s": 2.0 * i, "length": 64, "stage": "long"} for i in range(1, 4)]
+    made = join([first, second], every=2)
+    assert [r["step"] for r in made] == [10, 30, 50, 51, 53] and [r["stretch"] for r in made] == [1, 1, 1, 2, 2]
+    assert made[-1] == {"stretch": 2, "stage": "long", "step": 53, "trained_s": 11.0, "length": 64}
+    assert made[0]["stage"] == "128 tokens" and len(join([first, second])) == 8
 
 
 def test_the_curves_and_the_kernel_table_are_written(tmp_path: Path) -> None:
