@@ -66,7 +66,9 @@ def run(steps: int) -> dict[str, Any]:
     for number in range(REQUESTS):
         sampling = SamplingParams(temperature=1.0, max_tokens=400, seq_seed=number, ignore_eos=True)
         engine.add_request(prompts.encode(texts[number % len(texts)])[1], sampling)
-    loads, slots, times = [], [], []
+    loads: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    times: list[tuple[float, bool]] = []
     record = balancer.window.record
 
     def recording(tokens: np.ndarray, held: np.ndarray) -> None:
@@ -74,7 +76,7 @@ def run(steps: int) -> dict[str, Any]:
         slots.append(held.copy())
         record(tokens, held)
 
-    balancer.window.record = recording  # type: ignore[method-assign]
+    balancer.window.record = recording  # type: ignore[method-assign,assignment]
     with tqdm(total=steps, desc="decoding", unit="step", disable=None, file=sys.stderr) as bar:
         while len(times) < steps:
             before = balancer.slot_experts.copy()

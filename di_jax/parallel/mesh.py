@@ -123,7 +123,7 @@ class DeviceMesh:
         if present < self.world:
             raise ConfigError(
                 f"{asked} asked, {present} present ({kind}): lower mesh.dp or mesh.cp, or set "
-                f"mesh.simulate_devices: {self.world} to run on virtual CPU devices"
+                f"mesh.simulate_devices: {self.world} to run on virtual CPU devices; `plan` needs none"
             )
         if present > self.world and processes > 1:
             raise ConfigError(

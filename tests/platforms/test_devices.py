@@ -71,6 +71,7 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_simulation_needs_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="cpu", device_kind="cpu")])
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"mesh\.simulate_devices: 8 asked, .* 1 cpu devices: .* fresh process"):
         require_devices(Config().with_values({"mesh.simulate_devices": 8}))
 
