@@ -40,7 +40,7 @@ def released(golden: Path) -> ModelConfig:
 
 
 def weights(config: ModelConfig, plan: DeviceMesh, extra: int = 0) -> list[PlacedArray]:
-    model = abstract_model(config, Numerics.create("bfloat16"), parallel=Parallel(plan, extra))
+    model = abstract_model(config, Numerics.create("bfloat16"), parallel=Parallel(plan, extra, balanced=extra > 0))
     return place_weights(nnx.split(model)[1], plan)
 
 
