@@ -419,7 +419,8 @@ def test_a_file_comes_before_a_packaged_config(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_name_lists_the_packaged_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'quickstrat': no such file; packaged configs: ep4_prefill, ep64, ep8, .*quickstart"):
+    names = "ep4_prefill, ep64, ep8, .*quickstart"
+    with pytest.raises(ConfigError, match=f"'quickstrat': no such file; packaged configs: {names}"):
         load_config("quickstrat")
 
 
