@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from di_jax.config import EplbGroup
+from di_jax.engine.interrupts import uninterrupted
 from di_jax.engine.runner import ModelRunner, StepOutput
 from di_jax.parallel.eplb import Rebalance, initial_slots, moe_lb, rebalance_experts
 from di_jax.parallel.expert_moves import MovePlan, plan_moves
@@ -64,10 +65,11 @@ class ExpertBalancer:
         elif self._decision is not None:
             self._countdown -= 1
             if self._countdown <= 0:
-                self._adopt(*self._decision.result())
-                self._decision = None
+                decision, self._decision = self._decision, None
+                self._adopt(*decision.result())
         elif self._moves:
-            self._move(*self._moves.popleft())
+            self._move(*self._moves[0])
+            self._moves.popleft()
 
     def _decide(self, counts: np.ndarray, slots: np.ndarray) -> tuple[Rebalance, MovePlan]:
         rebalance = rebalance_experts(counts, slots, self.ranks)
@@ -86,5 +88,8 @@ class ExpertBalancer:
         self._moves.extend((int(layer), moves, rebalance.slot_experts[layer]) for layer in changed)
 
     def _move(self, layer: int, moves: MovePlan, slots: np.ndarray) -> None:
-        self.slot_experts[layer] = slots
-        self.runner.move_experts(layer, moves, self.slot_experts)
+        after = self.slot_experts.copy()
+        after[layer] = slots
+        with uninterrupted():  # weights, tables and books change together or not at all
+            self.runner.move_experts(layer, moves, after)
+            self.slot_experts = after

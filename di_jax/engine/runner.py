@@ -195,6 +195,8 @@ class ModelRunner:
         """
         if len(plans) != len(self.local_ranks) or len({plan.bucket for plan in plans}) != 1:
             raise ValueError(f"{len(plans)} step plans for {len(self.local_ranks)} ranks, or of different buckets")
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+            raise RuntimeError("the weights were lost when moving experts failed: start the engine again")
         executable = self.compiled(plans[0].bucket, outputs)
         local = np.stack([plan.buffer for plan in plans])
         buffer = jax.make_array_from_process_local_data(self._buffers, local, (self.plan.world, local.shape[1]))
@@ -209,16 +211,18 @@ class ModelRunner:
     def move_experts(self, layer: int, moves: MovePlan, slot_experts: np.ndarray) -> None:
         """Rearranges the experts of a backbone layer: `moves` of all layers, slot_experts int32 [L, slots] afterwards.
 
-        To be called between steps; the steps that were launched before run on the old weights.
+        To be called between steps; the steps that were launched before run on the old weights. When the device fails
+        in it the weights are lost, as they are after a failed load: every later step says so.
         """
         ffn: Any = self.params["layers"]["ffn"]
         if self._move is None:
             specs = parameter_specs(self.params, self.plan)["layers"]["ffn"]["experts"]
             self._move = move_program(self.mesh, self.plan, specs)
         tables = slot_tables(slot_experts, ffn["num_replicas"].get_value().shape[1])
+        placed = jax.device_put(tables, NamedSharding(self.mesh, PartitionSpec()))
         ffn["experts"] = self._move(ffn["experts"], np.int32(layer), moves.action[layer], moves.source[layer])
-        for name, table in tables.items():
-            ffn[name] = jax.device_put(table, NamedSharding(self.mesh, PartitionSpec()))
+        for name, table in placed.items():
+            ffn[name] = table
 
     def repair(self) -> None:
         """Empties the state if a step took it and gave none back."""

@@ -78,8 +78,9 @@ class DataRank:
         self.running.append(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """The prompt is through: the context rank with the most free blocks keeps the sequence, the others free it."""
-        owner = max(self.ledgers, key=lambda ledger: ledger.num_free_blocks)
+        """The prompt is through: the context rank with the most room keeps the sequence, the others free it. Room is
+        the lesser of the shares of slots and of blocks that are free: a new prompt needs both on every rank."""
+        owner = max(self.ledgers, key=lambda r: min(r.num_free_slots / r.num_slots, r.num_free_blocks / r.num_blocks))
         for ledger in self.ledgers:
             if ledger is not owner:
                 ledger.free(sequence)

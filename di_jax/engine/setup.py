@@ -23,10 +23,12 @@ from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
+from di_jax.model.moe import FORCED_RATIO
 from di_jax.model.transformer import Transformer, abstract_model, assemble, parameter_paths
 from di_jax.parallel import processes
 from di_jax.parallel.eplb import num_physical_slots
 from di_jax.parallel.mesh import Parallel
+from di_jax.parallel.replica_choice import forced_slot_factors
 from di_jax.platforms.devices import configure_jax, free_memory, require_devices
 from di_jax.tokenizer import Tokenizer
 from kernels_pallas.choice import KernelChoice
@@ -88,11 +90,17 @@ def build_parallel(config: Config, model_config: ModelConfig) -> Parallel:
     """How the model is spread over the config's mesh. Raises ConfigError for experts that do not divide by mesh.ep."""
     plan, experts, extra = config.mesh.plan, model_config.n_routed_experts, 0
     balanced = plan.ep > 1 and any(config.eplb.value(name) for name in ("extra_per_rank", "interval"))
-    if config.eplb.preset != "none" and not balanced:
-        logger.info("eplb.preset %s: mesh.ep is 1, so there is nothing to balance", config.eplb.preset)
+    asked = config.eplb.preset != "none" or any(config.eplb.value(n) for n in ("extra_per_rank", "interval"))
+    if asked and not balanced:
+        logger.info("eplb: mesh.ep is 1, so there is nothing to balance")
     if balanced:
         extra = num_physical_slots(experts, plan.ep, config.eplb.value("extra_per_rank")) - experts
     plan.check_experts(experts, extra)
+    if config.eplb.force != "none":
+        try:
+            forced_slot_factors(FORCED_RATIO, plan.ep, experts + extra, model_config.num_experts_per_tok)
+        except ValueError as error:
+            raise ConfigError(f"eplb.force: {config.eplb.force} does not fit this mesh: {error}") from error
     if plan.world > 1:
         logger.info("mesh of %d devices: %s", plan.world, ", ".join(f"{a} {n}" for a, n in plan.axis_sizes.items()))
     return Parallel(plan, extra, balanced, config.eplb.force, engram_placement=config.model.engram_placement)
@@ -130,10 +138,24 @@ def blocks_per_sequence(config: Config) -> int:
 def build_ladder(config: Config) -> BucketLadder:
     """The compiled shapes: `engine.*_buckets`, or ladders from the limits."""
     engine = config.engine
+    cp, held = config.mesh.cp, 0
     for rows in engine.prefill_buckets or ():
-        tile = Bucket(False, rows, 1).tile
-        if config.mesh.cp == 1 and rows % tile:
-            raise ConfigError(f"engine.prefill_buckets: {rows} is not a multiple of its tile of {tile} rows")
+        grain = Bucket(False, rows, 1, cp).grain
+        if rows % grain:
+            near = BucketLadder.derive(
+                max_num_batched_tokens=rows, max_num_seqs=1, max_context_blocks=1, prefill=[rows], cp=cp
+            ).prefill_rows[0]
+            raise ConfigError(
+                f"engine.prefill_buckets: {rows} is not a multiple of {grain} rows, its tiles"
+                f"{f' in each of 2 x mesh.cp = {2 * cp} blocks' if cp > 1 else ''}; give {near}"
+            )
+        # What fits one bucket has to fit every larger one: ranks of one step share the largest that any needs.
+        if rows // grain < held:
+            raise ConfigError(
+                f"engine.prefill_buckets: {rows} rows are {rows // grain} chunks of at least {grain}, fewer than the "
+                f"{held} of the bucket before it; leave one of them out"
+            )
+        held = rows // grain
     # Several may come to the same number of blocks: one program for them.
     context = engine.context_buckets and sorted({-(-n // engine.block_size) for n in engine.context_buckets})
     return BucketLadder.derive(

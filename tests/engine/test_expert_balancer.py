@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 from di_jax.config import Config
 from di_jax.engine import expert_balancer
 from di_jax.engine.engine import Engine
+from di_jax.engine.runner import StepOutput
 from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.parallel.eplb import initial_slots
 from di_jax.sampling_params import SamplingParams
@@ -97,3 +99,33 @@ def test_the_balance_statistic_reaches_the_reports(
     reports = [report for report in iter(engine.step, None)]
     assert [report.moe_lb is None for report in reports] == [True, True, False, False]
     assert 1.0 <= reports[2].moe_lb <= 4.0
+
+
+def test_a_move_that_fails_leaves_the_books_as_they_were(
+    parts: EngineParts, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error before the weights are touched: the move is made again; after it, every step says what is wrong."""
+    engine = Engine(parts, config.engine)
+    balancer = engine.balancer
+    assert balancer is not None
+    # The fixture's engines moved the weights before: these books begin where the last ones ended.
+    wanted = np.roll(balancer.slot_experts, 1, axis=1)
+    moves = expert_balancer.plan_moves(balancer.slot_experts, wanted, 4)
+    balancer._moves.append((2, moves, wanted[2]))
+    load = [StepOutput(None, None, None, None, np.zeros((LAYERS, EXPERTS + 4), int))] * 4  # type: ignore[arg-type]
+    before = balancer.slot_experts.copy()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("di_jax.engine.runner.slot_tables", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        balancer.after_step(load)
+    assert (balancer.slot_experts == before).all() and len(balancer._moves) == 1
+    balancer.after_step(load)
+    assert (balancer.slot_experts[2] == wanted[2]).all() and not balancer._moves
+
+
+def test_weights_that_were_lost_are_named(parts: EngineParts, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(parts, config.engine)
+    lost = SimpleNamespace(is_deleted=lambda: True)
+    monkeypatch.setattr(parts.runner, "params", {"w": lost})
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=2))
+    with pytest.raises(RuntimeError, match="weights were lost when moving experts failed: start the engine again"):
+        engine.step()

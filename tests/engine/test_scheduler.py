@@ -237,3 +237,51 @@ def test_everything_runs_once_in_order_and_within_the_limits(data: st.DataObject
     scheduler.blocks.check()
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
     assert scheduler.blocks.num_free_slots == seqs
+
+
+@given(data=st.data())
+def test_on_a_mesh_everything_runs_once_and_is_freed_everywhere(data: st.DataObject) -> None:
+    """Any mix of prompts over data and context ranks, with aborts in any state; every step fits one bucket."""
+    dp, cp = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
+    scheduler = make_scheduler(rows=512, tokens=512, seqs=3, num_blocks=12, dp=dp, cp=cp)
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 6)), min_size=1, max_size=10))
+    everything = [sequence(p, a, str(n)) for n, (p, a) in enumerate(lengths)]
+    for one in everything:
+        scheduler.add(one)
+    fed: Counter[str] = Counter()
+    while scheduler.has_work:
+        batch = scheduler.next()
+        assert batch is not None and batch.work
+        bucket = scheduler.ladder.bucket(batch.kind == DECODE, *scheduler.need(batch))
+        rank_plans(bucket, batch, range(dp * cp))
+        places = [(rank, place) for rank, place, _ in batch.results()]
+        assert len(set(places)) == len(places)
+        for work in batch.work:
+            ranks = sorted(work.chunks)
+            if batch.kind == PREFILL:
+                assert len(ranks) == cp and ranks[0] % cp == 0 and ranks[-1] - ranks[0] == cp - 1
+            else:
+                assert len(ranks) == 1
+            fed[work.sequence.request_id] += len(work.chunk.tokens)
+        run(scheduler, batch)
+        if data.draw(st.integers(0, 4)) == 0 and (alive := [s for s in everything if not s.finished]):
+            scheduler.finish(data.draw(st.sampled_from(alive)), "abort")
+        for ledger in scheduler.ledgers:
+            ledger.check()
+    assert all(one.finished and not one.held for one in everything)
+    assert all(fed[s.request_id] == len(s) - 1 for s in everything if s.finish_reason == "length")
+    assert all((r.num_free_blocks, r.num_free_slots) == (12, 3) for r in scheduler.ledgers)
+
+
+def test_a_settled_prompt_stays_where_the_scarcer_room_is() -> None:
+    """Slots count as well as blocks: short answers beside a long one do not pile up on one context rank."""
+    scheduler = make_scheduler(seqs=4, num_blocks=128, context=64, rows=512, tokens=512, cp=2)
+    scheduler.add(sequence(1000, 3000))
+    for n in range(9):
+        scheduler.add(sequence(20, 200, str(n)))
+    for _ in range(30):
+        batch = scheduler.next()
+        assert batch is not None
+        run(scheduler, batch)
+    # A prompt needs a slot on both ranks while it runs: the last one of all cannot be taken.
+    assert sum(ledger.num_free_slots for ledger in scheduler.ledgers) <= 1

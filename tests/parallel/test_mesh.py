@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from di_jax.config import Config, load_config
-from di_jax.engine.setup import build_parallel
+from di_jax.engine.setup import build_ladder, build_parallel
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
 from di_jax.model.linear import Numerics
@@ -136,6 +136,23 @@ def fake_devices(count: int) -> Any:
             "eplb.window: 20 must be at least 1 and at most eplb.interval = 10",
         ),
         (lambda: Config().with_values({"eplb.interval": 10}), "eplb.window: 0 must be at least 1"),
+        (
+            lambda: build_parallel(Config().with_values({"eplb.force": "balanced"}), TINY),
+            "eplb.force: balanced does not fit this mesh: imbalance 1.8 of 16 slots on 1 ranks",
+        ),
+        (
+            lambda: build_ladder(
+                Config().with_values(
+                    {"mesh.cp": 3, "engine.prefill_buckets": [256], "engine.max_num_batched_tokens": 256}
+                )
+            ),
+            "engine.prefill_buckets: 256 is not a multiple of 96 rows, its tiles in each of 2 x mesh.cp = 6 blocks; "
+            "give 288",
+        ),
+        (
+            lambda: build_ladder(Config().with_values({"engine.prefill_buckets": [320, 1024, 4096]})),
+            "engine.prefill_buckets: 1024 rows are 16 chunks of at least 64, fewer than the 20 of the bucket before it",
+        ),
     ],
 )
 def test_constraints_say_their_numbers(make: Any, words: str) -> None:
