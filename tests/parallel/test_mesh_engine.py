@@ -57,7 +57,13 @@ class Subject:
     goldens: dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module", params=MESHES)
+# Those whose kinds of communication another one has too take their minutes with the slow tests.
+SLOW = {"dp8", "ep2dp8", "copies"}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MESHES]
+)
 def subject(request: pytest.FixtureRequest, golden: Path) -> Subject:
     config = config_of(golden, MESHES[request.param])
     variant = "kvq" if config.model.quantize_caches else "nokvq"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.quantization import Fp4Block, Fp8Block, StraightThrough, fake_quantize_weight
+from scripts.train_demo import export
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.export import tensors
 from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts, save_parts
@@ -79,3 +81,21 @@ def test_a_straight_through_cache_stores_what_the_codec_gives_back(codec: Fp8Blo
     training = StraightThrough(codec)
     np.testing.assert_array_equal(training.decode(training.encode(x)), codec.decode(codec.encode(x)))
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(training.encode(x)))(x), jnp.ones_like(x))
+
+
+def test_the_unquantized_export_holds_the_masters_in_bfloat16(params: Params, tmp_path: Path) -> None:
+    files = save_parts(tmp_path, params, "weights")
+    (tmp_path / "config.json").write_text(json.dumps(RAW), encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    words = ["--data", str(tmp_path), "--weights", *map(str, files), "--out"]
+    for folder, extra in (("plain", ["--unquantized"]), ("quantized", [])):
+        assert export.main([*words, str(tmp_path / folder), *extra]) == 0
+    masters, path = load_parts(files), "layers.attn.wq_a.weight"
+    plain, quantized = (
+        from_checkpoint(tmp_path / folder, ModelConfig.from_file(tmp_path / folder))
+        for folder in ("plain", "quantized")
+    )
+    for name, value in plain.items():
+        np.testing.assert_allclose(value, masters[name], rtol=2**-8, err_msg=name)
+    assert np.abs(quantized[path] - masters[path]).max() > 2 * np.abs(plain[path] - masters[path]).max()
