@@ -33,7 +33,7 @@ from di_jax.platforms.devices import configure_jax
 
 # One device decodes; a mesh with ranks of every kind runs prompts whole. Two programs each: compiling is what it costs.
 MESHES = {"one": {}, "dp2cp2ep2": {"dp": 2, "cp": 2, "ep": 2}}
-FEEDS = [("one", "stepwise"), ("dp2cp2ep2", "whole")]
+FEEDS = [("one", "stepwise"), pytest.param("dp2cp2ep2", "whole", marks=pytest.mark.slow)]
 LENGTHS = (150, 3, 64, 21, 2)
 
 
@@ -92,7 +92,7 @@ def test_the_scores_are_those_of_tables_on_devices(built, mesh: str, feed: str) 
         assert logits["host"][name].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["one", pytest.param("dp2cp2ep2", marks=pytest.mark.slow)])
 def test_no_device_holds_a_table(built, mesh: str) -> None:  # type: ignore[no-untyped-def]
     held = {}
     for placement in ("device", "host"):
