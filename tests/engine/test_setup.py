@@ -20,7 +20,8 @@ def test_buckets_are_checked_before_the_weights_are_loaded(
     monkeypatch.setattr("di_jax.engine.setup.load_or_convert", load)
     with pytest.raises(AssertionError, match="loading"):
         build_engine_parts(tiny_config)
-    with pytest.raises(ConfigError, match=r"engine\.prefill_buckets: 20 is not a multiple of 16 rows, its tiles; give 32"):
+    message = r"engine\.prefill_buckets: 20 is not a multiple of 16 rows, its tiles; give 32"
+    with pytest.raises(ConfigError, match=message):
         build_engine_parts(tiny_config.with_values({"engine.prefill_buckets": [20, 128]}))
 
 
