@@ -94,9 +94,12 @@ class PlatformGroup(Group):
 @dataclass(frozen=True)
 class ReplayGroup(Group):
     PATH: ClassVar[str] = "engine.replay"
-    decoder: str = key("off", only=("off",), booleans={False: "off"})
-    encoder: str = key("off", only=("off",), booleans={False: "off", True: "on"})
-    keep_tokens: int = key(140, only=(140,))
+    # Decoder layers of a prompt's tokens before the last keep_tokens: off computes them, compact leaves them out, mask
+    # computes and hides them, which gives the answers of compact.
+    decoder: str = key("compact", choices=("off", "mask", "compact"), booleans={False: "off"})
+    # After a prefix hit without window state: on computes the last 128 tokens of it again, off shortens the hit.
+    encoder: str = key("on", choices=("off", "on"), booleans={False: "off", True: "on"})
+    keep_tokens: int = key(140, low=1)  # at least the model's window + 6
 
 
 def _check_buckets(dotted: str, buckets: tuple[int, ...] | None, limit_name: str, limit: int) -> None:
@@ -113,11 +116,12 @@ class EngineGroup(Group):
     """Counts of sequences, tokens and blocks are per data-parallel rank."""
 
     PATH: ClassVar[str] = "engine"
-    type: str = key("normal", only=("normal",))
+    # prompt: every request ends with its first token; completion: answers go before prompts.
+    type: str = key("normal", choices=("normal", "prompt", "completion"))
     policy: str = key("default", choices=("default", "deepinfer"))  # deepinfer: the released system's vote
     max_num_seqs: int = key(16, low=1)  # requests running at once
     max_num_batched_tokens: int = key(2048, low=1)  # tokens of one prefill step
-    max_sum_context: int | None = key(None, only=(None,))
+    max_sum_context: int | None = key(None, low=1)  # whole lengths of the prompts of one prefill step, summed
     max_model_len: int = key(4096, low=1)  # prompt and answer of one request, in tokens
     block_size: int = key(128, only=(128,))  # tokens of one block of the paged caches
     num_blocks: int | None = key(None, low=1)  # blocks of the pool; null: sized by the engine
@@ -126,16 +130,16 @@ class EngineGroup(Group):
     decode_buckets: tuple[int, ...] | None = key(None, low=1)  # padded requests of a decode step; null: a ladder
     context_buckets: tuple[int, ...] | None = key(None, low=1)  # padded context tokens of a request; null: a ladder
     warmup: bool = True  # compile every bucket before the first request
-    async_scheduling: bool = key(False, only=(False,))
-    prefix_caching: bool = key(False, only=(False,))
+    async_scheduling: bool = True  # launch the next step before the tokens of the last one are known
+    prefix_caching: bool = True  # prompts that begin like an earlier one, or go on from it, use its caches
     replay: ReplayGroup = ReplayGroup()
     batch_invariant: bool = key(False, only=(False,))
-    watermark: float | None = key(None, only=(None,))
-    max_waiting: int | None = key(None, only=(None,))
-    deadline_s: float | None = key(None, only=(None,))
+    watermark: float = key(0.9, above=0, high=1)  # share of the blocks in use above which no prompt is begun
+    max_waiting: int | None = key(None, low=1)  # sequences that may wait; null: any number
+    deadline_s: float | None = key(None, above=0)  # of requests that name none; null: none
     ttft_target_ms: float | None = key(None, above=0)  # prompts give way to answers until this nears; null: never
     itl_target_ms: float | None = key(None, above=0)  # answers wait no longer for prompts, or for one step; null: four
-    state_cache_bytes: int = key(0, only=(0,))
+    state_cache_bytes: int = key(2**30, low=0)  # host memory for window state at block boundaries of prefixes
     log_interval: int = key(10, low=0)  # seconds between two status lines; 0: none
 
     def __post_init__(self) -> None:
@@ -157,6 +161,8 @@ class EngineGroup(Group):
                 f"engine.num_blocks: {held} cannot hold one request of engine.max_model_len = {self.max_model_len}; "
                 f"give at least {needed}"
             )
+        if self.policy == "deepinfer" and self.type != "normal":
+            raise ConfigError(f"engine.policy: deepinfer has no vote for engine.type = {self.type}; use default")
         if self.policy != "default" and (self.ttft_target_ms or self.itl_target_ms):
             raise ConfigError(f"engine.policy: {self.policy} knows no engine.ttft_target_ms and engine.itl_target_ms")
         for name, limit in (
@@ -274,11 +280,11 @@ class SamplingGroup(Group):
     repetition_penalty: float = key(1.0, only=(1.0,))
     logit_bias: Mapping[str, Any] | None = key(None, only=(None,))
     bad_words: tuple[str, ...] | None = key(None, only=(None,))
-    priority: int = key(0, only=(0,))
+    priority: int = 0  # lower goes first; 30 s of waiting count as one
     so_args: Mapping[str, Any] | None = key(None, only=(None,))
     forced_token_ids: tuple[int, ...] | None = key(None, only=(None,))
-    deadline_s: float | None = key(None, only=(None,))
-    cache_salt: str | None = key(None, only=(None,))
+    deadline_s: float | None = key(None, above=0)  # from arrival to the end of the answer
+    cache_salt: str | None = None  # prefixes are shared between requests of one salt only
 
 
 @dataclass(frozen=True)
@@ -317,7 +323,7 @@ class ScoreGroup(Group):
 @dataclass(frozen=True)
 class BenchGroup(Group):
     PATH: ClassVar[str] = "bench"
-    kind: str = key("engine", only=("engine",))
+    kind: str = key("engine", choices=("engine", "host"))  # host: the host's part of a step, over no device
     batch_sizes: tuple[int, ...] = key((1, 16), low=1)
     prompt_len: int = key(128, low=1)  # tokens
     output_len: int = key(32, low=1)  # tokens

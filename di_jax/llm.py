@@ -15,6 +15,7 @@ import math
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,13 +261,24 @@ class LLM:
         # Known before anything is queued, so that an interrupt at any moment leaves nothing behind in the engine.
         ids = [str(next(self._ids)) for _ in pairs]
         try:
-            jobs = [self._submit(ids[index], index, *pair) for index, pair in enumerate(pairs) if engine.serves(index)]
-            open_jobs = {job.request_id: job for job in jobs if not job.finished}
-            ended, seen = [job for job in jobs if job.finished], engine.changes
+            todo = deque(index for index in range(len(pairs)) if engine.serves(index))
+            open_jobs: dict[str, _Job] = {}
+            ended: list[_Job] = []
+            seen = engine.changes
             while True:
-                ended, working = self._everyones(ended, bool(open_jobs))
+                # With engine.max_waiting the rest stays here until there is room: nothing given here is refused for it.
+                while todo and engine.has_room:
+                    job = self._submit(ids[todo[0]], todo[0], *pairs[todo[0]])
+                    todo.popleft()
+                    if job.finished:
+                        ended.append(job)
+                    else:
+                        open_jobs[job.request_id] = job
+                ended, working = self._everyones(ended, bool(open_jobs or todo))
                 yield from ended
                 if not working:
+                    if not alone:
+                        engine.step()  # handles what is in flight
                     break
                 report, ended = engine.step() if engine.changes == seen or not alone else None, []
                 if report is not None and engine.changes == seen + 1:

@@ -1,5 +1,7 @@
 """Draws committed benchmark results: tokens/s of every row, prefill beside decode, one colour per date.
 
+Of kind host: the microseconds of a decode step and what they are spent on.
+
 python scripts/plot_bench.py scripts/results/engine-cpu.json [more.json] [--output FILE.png]
 """
 
@@ -15,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 REQUIRED = ("kind", "device", "date", "rows")
 
@@ -41,16 +44,24 @@ def draw(results: dict[str, Any], picture: Path) -> Path:
     missing = [name for name in REQUIRED if name not in results]
     if missing or not results["rows"]:
         raise ValueError(f"not a results file: {', '.join(missing) or 'rows'} missing")
-    phases = list(dict.fromkeys(row["phase"] for row in results["rows"]))
+    figure = _draw_host(results["rows"]) if results["kind"] == "host" else _draw_speed(results["rows"])
+    figure.suptitle(f"{results['kind']} on {results['device']}")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+    return picture
+
+
+def _draw_speed(rows: list[dict[str, Any]]) -> Figure:
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
     figure, axes = plt.subplots(1, len(phases), figsize=(4.5 * len(phases), 3.6), squeeze=False, layout="constrained")
     for axis, phase in zip(axes[0], phases, strict=True):
-        rows = [row for row in results["rows"] if row["phase"] == phase]
-        dates = sorted({row["date"] for row in rows})
-        batches = sorted({row["batch"] for row in rows})
+        of_phase = [row for row in rows if row["phase"] == phase]
+        dates = sorted({row["date"] for row in of_phase})
+        batches = sorted({row["batch"] for row in of_phase})
         width = 0.8 / len(dates)
         for d, date in enumerate(dates):
             # Of several runs on one day the last one counts.
-            latest = {row["batch"]: row for row in rows if row["date"] == date}
+            latest = {row["batch"]: row for row in of_phase if row["date"] == date}
             at = [batches.index(batch) + width * (d - (len(dates) - 1) / 2) for batch in latest]
             bars = axis.bar(at, [row["tokens_per_s"] for row in latest.values()], width, label=date)
             axis.bar_label(bars, [_label(row) for row in latest.values()], fontsize=7)
@@ -58,10 +69,28 @@ def draw(results: dict[str, Any], picture: Path) -> Path:
         axis.set(title=phase, xlabel="requests at once", ylabel="tokens/s")
         axis.margins(y=0.15)
         axis.legend(fontsize=7)
-    figure.suptitle(f"{results['kind']} on {results['device']}")
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-    return picture
+    return figure
+
+
+def _draw_host(rows: list[dict[str, Any]]) -> Figure:
+    """Of the last date, a picture for each maximum length."""
+    rows = [row for row in rows if row["phase"] == "decode" and row["date"] == max(row["date"] for row in rows)]
+    lengths = sorted({row["max_model_len"] for row in rows})
+    figure, axes = plt.subplots(
+        1, len(lengths), figsize=(4.5 * len(lengths), 3.6), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, length in zip(axes[0], lengths, strict=True):
+        latest = {row["batch"]: row for row in rows if row["max_model_len"] == length}
+        names, bottom = [str(batch) for batch in latest], [0.0] * len(latest)
+        for part in ("schedule", "post", "launch"):
+            heights = [row[f"{part}_us"] for row in latest.values()]
+            bars = axis.bar(names, heights, 0.6, bottom=bottom, label=part)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axis.bar_label(bars, [f"{total:.0f}" for total in bottom], fontsize=7)
+        axis.axhline(rows[0]["budget_us"], ls="--", lw=0.8, color="gray", label="budget of schedule + post")
+        axis.set(title=f"up to {length:,} tokens", xlabel="requests at once", ylabel="us a decode step, median")
+        axis.legend(fontsize=7)
+    return figure
 
 
 def _label(row: dict[str, Any]) -> str:

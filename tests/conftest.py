@@ -42,6 +42,8 @@ def tiny_config(golden: Path) -> Config:
                 "decode_buckets": [8],
                 "max_model_len": 384,
                 "log_interval": 0,
+                "prefix_caching": False,
+                "replay": {"decoder": "off", "encoder": "off"},
             },
             "sampling": {"temperature": 0, "max_tokens": 8},
         }

@@ -73,8 +73,8 @@ def tiny_model(numerics: Numerics) -> Transformer:
 class Lane:
     """A sequence to feed: its ids, the chunk sizes that they are cut into (the last one repeats), its slot and blocks.
 
-    decode: one token a step through the decode program, whatever the cuts. start: position of the first id; anything
-    but 0 is a lie about the caches unless they hold what comes before it.
+    decode: one token a step through the decode program, whatever the cuts. before: ids in front of `tokens`; a lie
+    about the caches unless they hold them.
     """
 
     tokens: Sequence[int]
@@ -82,17 +82,18 @@ class Lane:
     slot: int = 0
     blocks: Sequence[int] = (0, 1, 2, 3)
     decode: bool = False
-    start: int = 0
+    before: Sequence[int] = ()
 
     def chunks(self) -> Iterator[Chunk]:
         """What the steps run, in order; the last chunk samples."""
-        tokens = [int(t) for t in self.tokens]
-        sizes, at, number = [1] if self.decode else list(self.cuts), 0, 0
+        tokens = [int(t) for t in (*self.before, *self.tokens)]
+        sizes, at, number = [1] if self.decode else list(self.cuts), len(self.before), 0
         while at < len(tokens):
-            size = sizes[min(number, len(sizes) - 1)]
-            piece = tokens[at : at + size]
-            yield Chunk(piece, self.start + at, self.slot, self.blocks, sample=at + size >= len(tokens))
-            at, number = at + size, number + 1
+            end = at + sizes[min(number, len(sizes) - 1)]
+            history = tokens[max(0, at - TINY.engram_look_back) : at]
+            sample = end >= len(tokens)
+            yield Chunk(tokens[at:end], at, self.slot, self.blocks, sample=sample, history=history)
+            at, number = end, number + 1
 
 
 @dataclasses.dataclass

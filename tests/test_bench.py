@@ -47,8 +47,14 @@ def test_rows_of_both_phases(command: Any, capsys: pytest.CaptureFixture[str]) -
         assert (row["prompt_len"], row["output_len"], row["repeats"]) == (70, 4, 1)
         assert row["tokens_per_s"] > 0 and row["step_ms"] > 0
         assert row["roofline_fraction"] == pytest.approx(row["roofline_ms"] / row["step_ms"])
-    # 70 tokens take 80 of 128 rows: the second prompt is cut, and 210 tokens take two steps.
-    assert [row["steps"] for row in rows] == [1, 3, 2, 3]
+        assert row["async_scheduling"] is True
+        assert all(row[f"{part}_ms"] > 0 for part in ("schedule", "launch", "post")) and row["wait_ms"] >= 0
+        if row["phase"] == "decode":
+            assert row["idle_share"] == pytest.approx(max(0.0, 1 - row["device_ms"] / row["step_ms"]))
+        else:
+            assert "device_ms" not in row
+    # 70 tokens take 80 of 128 rows: a second prompt does not fit, and less than a block of it is not worth a step.
+    assert [row["steps"] for row in rows] == [1, 3, 3, 3]
     assert [row["bucket_rows"] for row in rows] == [128, 8, 128, 8]
     assert rows[3]["tokens_per_s"] == pytest.approx(3 * 1e3 / rows[3]["step_ms"])
     assert len(table) == 5
@@ -57,6 +63,14 @@ def test_rows_of_both_phases(command: Any, capsys: pytest.CaptureFixture[str]) -
 def test_one_token_has_no_decode_row(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--json", "--set", "bench.output_len=1", "--set", "bench.batch_sizes=[2]") == 0
     assert [r["phase"] for r in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]] == ["prefill"]
+
+
+def test_no_run_finds_the_prompts_of_another(llm: LLM, tiny_config: Config) -> None:
+    config = tiny_config.with_values({"engine.prefix_caching": True})
+    engine = bench.Engine(llm.engine.parts, config.engine)
+    prompt = list(range(300))
+    fed = [sum(s.num_tokens for s in bench._answer(engine, [prompt], 1, salt)) for salt in ("a", "a", "b")]
+    assert fed[0] == fed[2] == 300 > fed[1]
 
 
 def test_requests_that_never_run_together_are_no_measurement(llm: LLM, tiny_config: Config) -> None:

@@ -29,7 +29,7 @@ def nothing_is_held(llm: LLM) -> Any:
     """Every test leaves all blocks and slots free."""
     yield
     engine = llm.engine
-    engine.scheduler.ledgers[0].check()
+    engine.scheduler.check()
     assert engine.scheduler.ledgers[0].num_free_blocks == engine.scheduler.ledgers[0].num_blocks
     assert engine.scheduler.ledgers[0].num_free_slots == engine.scheduler.ledgers[0].num_slots
     assert not engine.requests

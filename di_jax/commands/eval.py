@@ -151,13 +151,14 @@ def _generate(config: Config, items: list[EvalItem], dump: Path | None) -> list[
     if dump is not None:
         for path in (config.eval.files or {}).values():
             refuse_input_as_output(dump, _path(path))
-    logger.info("%d items, %s; engine.replay.decoder is off in eval", len(items), _shown(_drawn(params)))
+    replay = config.engine.replay.decoder
+    logger.info("%d items, %s; engine.replay.decoder is %s", len(items), _shown(_drawn(params)), replay)
     samples = []
     with contextlib.ExitStack() as stack:
         if not processes.current().is_first:
             dump = None
         file = None if dump is None else stack.enter_context(LineFile(dump, "dump"))
-        llm = stack.enter_context(load_model(config.with_values({"engine.replay.decoder": "off"})))
+        llm = stack.enter_context(load_model(config))
         if file is not None:
             file.clear()
         for sample in generate_samples(llm, items, params):

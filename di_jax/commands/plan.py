@@ -27,8 +27,9 @@ from di_jax.commands.plan_tables import tables
 from di_jax.commands.records import print_result
 from di_jax.commands.roofline import Peaks, StepCost, step_cost
 from di_jax.config import Config
+from di_jax.engine.memory_sizing import blocks_per_sequence
 from di_jax.engine.runner import COMPILE_STACK_BYTES, trace_step
-from di_jax.engine.setup import blocks_per_sequence, build_ladder, build_parallel
+from di_jax.engine.setup import build_ladder, build_parallel
 from di_jax.engine.step_plan import Bucket
 from di_jax.errors import ConfigError, UserError
 from di_jax.model.cache import CacheLayout
@@ -142,7 +143,7 @@ class Planner:
         self.device: Accelerator = ACCELERATORS[config.plan.device]
         self.mesh_plan: DeviceMesh = config.mesh.plan
         self.parallel = build_parallel(config, model_config)
-        ladder = build_ladder(config)
+        ladder = build_ladder(config, model_config.engram_look_back)
         context = ladder.context_blocks[-1]
         self.buckets = {
             PREFILL: ladder.bucket(False, ladder.prefill_rows[-1], context),
@@ -163,7 +164,7 @@ class Planner:
         kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
         self.model: Transformer = abstract_model(model_config, self.numerics, kernels, self.parallel)
         self.graph, self.params = nnx.split(self.model)
-        blocks = config.engine.num_blocks or blocks_per_sequence(config) * config.engine.max_num_seqs
+        blocks = config.engine.num_blocks or blocks_per_sequence(config.engine) * config.engine.max_num_seqs
         formats = self.numerics.formats
         self.layout = CacheLayout(model_config, formats, blocks, config.engine.max_num_seqs)
         self.on_host = host_specs(model_config, self.parallel)
@@ -256,7 +257,7 @@ class Planner:
         fixed = weights + self.buffer(name).bytes_per_device + temp
         peak = fixed + sum(array.bytes_per_device for array in self.state)
         usable = int(device.hbm_bytes * engine.memory_utilization)
-        request = blocks_per_sequence(self.config) * engine.block_size * self.layout.bytes_per_token
+        request = blocks_per_sequence(engine) * engine.block_size * self.layout.bytes_per_token
         request += self.layout.bytes_per_slot
         # In a prefill the context ranks of a data-parallel rank all hold its requests; in decode each has its own.
         ranks = mesh.world if name == DECODE else mesh.dp

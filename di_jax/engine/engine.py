@@ -1,38 +1,70 @@
-"""The engine loop: requests in, one device step at a time, tokens and endings out.
+"""The engine loop: requests in, device steps, tokens and endings out.
 
-Synchronous and for one thread: a step is planned, run and handled before the next. It knows ids and stop conditions;
-prompts as text or messages are the business of `di_jax.llm`.
+Steps are launched one ahead: step N+1 is planned and launched while N runs, and N's tokens are handled while N+1 runs
+(engine.async_scheduling; without it each step is handled before the next is planned, with the same tokens). One thread.
+It knows ids and stop conditions; prompts as text or messages are the business of `di_jax.llm`.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
-import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 
 from di_jax.config import EngineGroup
+from di_jax.engine.batch import Batch, DecodeBatch, Need
+from di_jax.engine.cache_chores import CacheChores, Pending
 from di_jax.engine.compile_counter import COMPILATIONS
+from di_jax.engine.data_rank import CacheRules, data_ranks
+from di_jax.engine.demand import demand_of
 from di_jax.engine.expert_balancer import ExpertBalancer
-from di_jax.engine.metrics import StatusLine, StepReport
+from di_jax.engine.intake import Intake
+from di_jax.engine.measurement import Measurement
+from di_jax.engine.metrics import EngineMetrics, StepReport
+from di_jax.engine.results import ABORT, MODEL_ERROR, Results
 from di_jax.engine.runner import StepOutput
-from di_jax.engine.scheduler import DECODE, PREFILL, Batch, Scheduler, data_ranks, rank_plans
-from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status
+from di_jax.engine.scheduler import Limits, Scheduler
+from di_jax.engine.sequence import Request, RequestFailure, Status
 from di_jax.engine.setup import EngineParts
+from di_jax.engine.state_cache import WindowStateCache
+from di_jax.engine.step_cost import StepCost
 from di_jax.engine.step_plan import Bucket
-from di_jax.engine.step_policy import Demand, demand_of, make_policy
+from di_jax.engine.step_policy import DECODE, NO_QUOTA, PREFILL, Demand, make_policy
 from di_jax.parallel import processes
-from di_jax.prompts import RequestError, check_token_ids
-from di_jax.sampling_params import SamplingParams, choice_seed
-from di_jax.tokenizer import IncrementalDetokenizer
+from di_jax.prompts import QueueFullError, RequestError
+from di_jax.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-STOP, LENGTH, ABORT = "stop", "length", "abort"
-MODEL_ERROR, INTERRUPTED = "model_error", "interrupted"
+INTERRUPTED, DEADLINE = "interrupted", "deadline_exceeded"
+# Steps in flight when the next one is planned.
+DEPTH = 1
+# Decode steps whose median is what a decode step takes.
+DECODE_TIMES = 9
+
+
+@dataclass
+class Flight:
+    """A step that was launched and whose results are not handled yet. Times in seconds."""
+
+    number: int
+    batch: Batch | DecodeBatch
+    bucket: Bucket
+    num_sequences: int  # of all processes, as num_tokens
+    num_tokens: int
+    output: StepOutput
+    pending: Pending
+    slot_experts: np.ndarray | None
+    launched: float
+    schedule_s: float
+    launch_s: float
 
 
 class Engine:
@@ -45,35 +77,73 @@ class Engine:
 
     def __init__(self, parts: EngineParts, config: EngineGroup) -> None:
         self.parts, self.config = parts, config
-        layout = parts.layout
-        self.scheduler = Scheduler(
-            data_ranks(parts.runner.local_ranks, parts.ladder.cp, layout),
-            parts.ladder,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+        self.runner = parts.runner
+        self.snapshots = WindowStateCache(config.state_cache_bytes if config.prefix_caching else 0)
+        snapshots = self.snapshots.budget_bytes > 0
+        rules = CacheRules.of(config, parts.model_config)
+        ranks = data_ranks(self.runner.local_ranks, parts.ladder, parts.layout, rules, self.snapshots)
+        limits = Limits(config.max_num_batched_tokens, config.max_sum_context, snapshots)
+        self.scheduler = Scheduler(ranks, parts.ladder, limits)
+        self.intake = Intake(parts, config, self.scheduler)
+        layers = rules.snapshot_layers(parts.model_config)
+        self.chores = CacheChores(self.runner, self.snapshots, layers, parts.layout.block_size)
+        self.results = Results(self.scheduler, parts.model_config.eos_token_id, self._end)
+        self.policy = make_policy(
+            config.policy,
+            config.ttft_target_ms,
+            config.itl_target_ms,
+            engine_type=config.type,
+            watermark=config.watermark,
         )
-        self.policy = make_policy(config.policy, config.ttft_target_ms, config.itl_target_ms)
+        self.cost = StepCost()
         self.agreement = processes.current()
-        self._owners = processes.data_rank_owners(parts.runner.mesh, parts.runner.plan)
-        self._prefill_ms = 0.0
+        self._owners = processes.data_rank_owners(self.runner.mesh, self.runner.plan)
         self.balancer: ExpertBalancer | None = None
-        if parts.runner.parallel.balanced:
+        if self.runner.parallel.balanced:
             experts = parts.model_config.n_routed_experts
-            self.balancer = ExpertBalancer(parts.runner, parts.eplb, experts, self.agreement.sum)
+            self.balancer = ExpertBalancer(self.runner, parts.eplb, experts, self.agreement.sum)
         self.requests: dict[str, Request] = {}
-        self.status = StatusLine(config.log_interval)
+        self.measurement = Measurement(
+            self.scheduler,
+            self.snapshots,
+            parts.model_config,
+            compact=config.replay.decoder == "compact",
+            device_kind=self.runner.mesh.devices.flat[0].device_kind,
+            num_devices=len(self.runner.local_ranks),
+            log_interval=config.log_interval,
+        )
         self.num_steps = self.changes = 0
-        self._resets = parts.runner.resets
+        self._depth = DEPTH if config.async_scheduling else 0
+        self._flights: deque[Flight] = deque()
+        self._moved: dict[str, Request] = {}  # since the last report
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._prefill_s = self._last_complete = 0.0
+        self._decode_s: deque[float] = deque(maxlen=DECODE_TIMES)
+        self._resets = self.runner.resets
         self._ids = itertools.count()
         if config.warmup:
-            parts.runner.warm_up(parts.ladder.buckets())
+            self.runner.warm_up(parts.ladder.buckets())
+            self.runner.warm_up_programs(layers if snapshots else None)
             if self.balancer is not None:
                 self.balancer.warm_up()
         self.compiles_when_ready = COMPILATIONS.count
+        self.measurement.ready()
         self.agreement.working(None)
+
+    # -- requests
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self.measurement.metrics
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `add_request` would take one more (engine.max_waiting)."""
+        return self.config.max_waiting is None or self.scheduler.num_waiting < self.config.max_waiting
 
     def serves(self, index: int) -> bool:
         """Whether request number `index` of a list that every process has is for this one: it goes to the process of
@@ -88,114 +158,215 @@ class Engine:
     def add_request(
         self, prompt_ids: SequenceOf[int], sampling: SamplingParams, request_id: str | None = None
     ) -> Request:
-        """Queues a request. request_id: default a running number. Raises RequestError and queues nothing."""
+        """Queues a request. request_id: default a running number. Raises RequestError and queues nothing;
+        QueueFullError when engine.max_waiting sequences wait."""
         request_id = str(next(self._ids)) if request_id is None else request_id
         if request_id in self.requests:
             raise RequestError(f"request {request_id!r} is running already; give another id")
-        ids, room = self._check(prompt_ids, sampling)
-        seed = sampling.resolved_seed()
-        request = Request(request_id, ids, sampling, seed)
-        request.sequences = [
-            Sequence(
-                request_id,
-                index,
-                request.prompt_ids,
-                sampling,
-                choice_seed(seed, index),
-                max_tokens=min(sampling.max_tokens, room),
-                detokenizer=self._detokenizer(sampling),
+        if not self.has_room:
+            self.metrics.reject("queue_full")
+            raise QueueFullError(
+                f"{self.scheduler.num_waiting} requests wait, engine.max_waiting is {self.config.max_waiting}; "
+                "try again later"
             )
-            for index in range(sampling.n)
-        ]
+        request = self.intake.request(request_id, prompt_ids, sampling)
         if not self.has_unfinished:
-            self.status.restart()
+            self.measurement.begin()
         self.requests[request_id] = request
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.sequences[0].arrival, request_id))
+        self.scheduler.add(request.sequences, request.arrived)
         return request
 
+    def abort(self, request_id: str) -> None:
+        """Ends a request where it is; its unfinished answers end with `abort`. Its blocks are free as soon as no step
+        that may write them is in flight. Unknown or finished ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        self.changes += 1
+        self._end(request, time.perf_counter())
+        if not self.requests and self._alone:
+            try:
+                self._drain()
+            except BaseException as error:
+                self._recover(error)
+                raise
+
+    @property
+    def _alone(self) -> bool:
+        return self.agreement.num_processes == 1
+
+    def _drain(self) -> None:
+        """Handles the steps in flight."""
+        while self._flights:
+            self._complete()
+
+    # -- steps
+
     def step(self) -> StepReport | None:
-        """Runs one step and handles its tokens; None when there is nothing to do, in any process. Collective.
+        """Handles the next step that completes, having launched the one after it; None when there is nothing to do, in
+        any process. Collective.
 
         An error of the device, or an interrupt, goes on up. It costs every request in the caches its answer (`failure`
         says why); requests that wait, and the engine itself, go on.
         """
-        began = time.perf_counter()
-        self.parts.runner.repair()
+        self.runner.repair()
         self._fail_lost(MODEL_ERROR, "its caches were lost when another step over them failed; ask again")
         try:
-            kind = self._choose_kind(began)
-            if kind is None:
-                return None
-            batch = self.scheduler.schedule(kind)
-            bucket, num_sequences, num_tokens = self._choose_bucket(batch)
-            outputs = self.parts.runner.execute(rank_plans(bucket, batch, self.parts.runner.local_ranks)).host()
-            now = time.perf_counter()
-            self.num_steps += 1
-            self.changes += 1
-            requests = self._handle(batch, outputs, now)
-            if self.balancer is not None:
-                self.balancer.after_step(outputs)
+            while True:
+                launched = self._launch()
+                report = None
+                while self._flights and (not launched or len(self._flights) > self._depth):
+                    report = self._complete()
+                if report is not None and not self.requests and self._alone:
+                    self._drain()  # nobody may ever step again
+                if report is not None or not launched:
+                    return report
         except BaseException as error:
             self._recover(error)
             raise
+
+    def _launch(self) -> bool:
+        """Plans the next step and launches it; False when no process has work."""
+        began = time.perf_counter()
+        self._expire(began)
+        kind, tokens = self._choose_kind(began)
+        if kind is None:
+            return False
+        batch = self.scheduler.schedule(kind, began, tokens=tokens, preempt=not self._flights)
+        if batch is None:
+            raise RuntimeError("a decode step was planned without room for it while another was in flight")
+        chores = self.scheduler.chores
+        need = batch.need(self.parts.ladder, self.scheduler.ledgers)
+        own = [*need.numbers(), batch.num_sequences, batch.num_tokens, *self.chores.launches(chores)]
+        everyones = self.agreement.gather(np.array(own, np.int32), "the bucket of a step")
+        need = Need(*everyones[:, :3].max(axis=0).tolist())
+        restores, copies, snapshots = everyones[:, 5:].max(axis=0).tolist()
+        num_sequences, num_tokens = everyones[:, 3:5].sum(axis=0).tolist()
+        if not need.rows:
+            if self._flights:
+                return False  # what is in flight ends first
+            raise RuntimeError(f"a {kind} step was chosen, but no process has work for it")
+        bucket = self.parts.ladder.bucket(kind == DECODE, need.rows, need.context_blocks, need.kept_rows)
+        what = f"step {self.num_steps}, {kind}, {need.rows} rows and {need.context_blocks} blocks of context"
+        self.agreement.working(what)
+        planned = time.perf_counter()
+        self.chores.before(chores, restores)
+        plans = batch.plans(bucket, self.runner.local_ranks)
+        if isinstance(batch, DecodeBatch):
+            batch.advance()
+        output = self.runner.execute(plans)
+        number = self.scheduler.launched()
+        pending = self.chores.after(chores, copies, snapshots)
+        launched = time.perf_counter()
+        self.measurement.launched(batch, launched)
+        slot_experts = None if self.balancer is None else self.balancer.slot_experts
+        self._flights.append(
+            Flight(
+                number,
+                batch,
+                bucket,
+                num_sequences,
+                num_tokens,
+                output,
+                pending,
+                slot_experts,
+                launched,
+                planned - began,
+                launched - planned,
+            )
+        )
+        return True
+
+    def _choose_kind(self, now: float) -> tuple[str | None, int | None]:
+        """PREFILL, DECODE, or None when no process has work, and the tokens that a rank may prefill, None for any: the
+        same in all processes. Steps in flight are handled first when one needs to preempt."""
+        while True:
+            decode_s = statistics.median(self._decode_s) if self._decode_s else 0.0
+            quota_s = self.policy.quota_s(decode_s)
+            own = demand_of(self.scheduler, now, self._prefill_s, decode_s, self.cost, quota_s)
+            short = self.scheduler.is_short
+            told = self.agreement.gather(np.append(own.numbers(), np.int32(short)), "the kind of a step")
+            if not (self._flights and told[:, -1].any()):
+                break
+            self._drain()
+        demands = [Demand.from_numbers(row[:-1]) for row in told]
+        kind = self.policy.choose(demands)
+        self.agreement.working(None if kind is None else f"step {self.num_steps}, {kind}")
+        tokens = self.policy.budget(demands) if kind == PREFILL else NO_QUOTA
+        return kind, None if tokens == NO_QUOTA else tokens
+
+    def _complete(self) -> StepReport:
+        """Waits for the oldest step in flight and handles its results."""
+        flight = self._flights[0]
+        began = time.perf_counter()
+        outputs = flight.output.host()
+        now = time.perf_counter()
+        self.num_steps += 1
+        self.changes += 1
+        by_rank = dict(zip(self.runner.local_ranks, outputs, strict=True))
+        moved, ended, generated = self.results.book(flight.batch, by_rank, now)
+        self._moved |= moved
+        for sequence in ended:
+            request = self.requests.get(sequence.request_id)
+            if request is not None and all(s.finished for s in request.sequences):
+                self._end(request, now)
+        self._flights.popleft()
+        self.chores.keep(flight.pending)
+        self.scheduler.completed(flight.number)
+        if self.balancer is not None:
+            self.balancer.after_step(outputs, flight.slot_experts)
+        seconds = now - max(flight.launched - flight.launch_s, self._last_complete)
+        self._last_complete = now
+        if flight.batch.kind == PREFILL:
+            self._prefill_s = seconds
+            self.cost.observe(flight.bucket.rows, flight.batch.mean_context, seconds)
+        else:
+            self._decode_s.append(seconds)
         report = StepReport(
-            kind,
-            bucket,
-            num_sequences,
-            num_tokens,
-            time.perf_counter() - began,
-            list(requests.values()),
-            None if self.balancer is None else self.balancer.moe_lb,
+            kind=flight.batch.kind,
+            bucket=flight.bucket,
+            num_sequences=flight.num_sequences,
+            num_tokens=flight.num_tokens,
+            seconds=seconds,
+            requests=list(self._moved.values()),
+            moe_lb=None if self.balancer is None else self.balancer.moe_lb,
+            schedule_s=flight.schedule_s,
+            launch_s=flight.launch_s,
+            wait_s=now - began,
+            post_s=time.perf_counter() - now,
+            flops=self.measurement.operations(flight.batch),
         )
-        if kind == PREFILL:
-            self._prefill_ms = 1e3 * report.seconds
-        ledgers = self.scheduler.ledgers
-        self.status.observe(
-            report,
-            len(self.scheduler.running),
-            len(self.scheduler.waiting),
-            sum(ledger.num_free_blocks for ledger in ledgers),
-            sum(ledger.num_blocks for ledger in ledgers),
-        )
+        self._moved = {}
+        self.measurement.completed(report, flight.batch, generated, now)
         return report
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request where it is and frees its blocks; its unfinished answers end with `abort`. Unknown or
-        finished ids are ignored."""
-        request = self.requests.get(request_id)
-        if request is not None:
+    # -- endings
+
+    def _expire(self, now: float) -> None:
+        """Fails the requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, arrival, request_id = heapq.heappop(self._deadlines)
+            request = self.requests.get(request_id)
+            if request is None or request.sequences[0].arrival != arrival:
+                continue  # it ended; the id may have come again
+            tokens = request.num_output_tokens
             self.changes += 1
-            self._end(request, time.perf_counter())
-
-    def _choose_kind(self, now: float) -> str | None:
-        """PREFILL, DECODE, or None when no process has work: the same in all of them."""
-
-        def waited_ms(sequence: Sequence) -> float:
-            return 1e3 * (now - self.requests[sequence.request_id].arrived)
-
-        own = demand_of(self.scheduler, waited_ms, self._prefill_ms)
-        demands = self.agreement.gather(own.numbers(), "the kind of a step")
-        kind = self.policy.choose([Demand.from_numbers(row) for row in demands])
-        self.agreement.working(None if kind is None else f"step {self.num_steps}, {kind}")
-        return kind
-
-    def _choose_bucket(self, batch: Batch) -> tuple[Bucket, int, int]:
-        """The smallest bucket that holds the batches of all processes, and how many sequences and tokens they have."""
-        own = np.array([*self.scheduler.need(batch), len(batch.work), batch.num_tokens], np.int32)
-        everyones = self.agreement.gather(own, "the bucket of a step")
-        rows, context = everyones[:, :2].max(axis=0).tolist()
-        num_sequences, num_tokens = everyones[:, 2:].sum(axis=0).tolist()
-        bucket = self.parts.ladder.bucket(batch.kind == DECODE, rows, context)
-        self.agreement.working(f"step {self.num_steps}, {batch.kind}, {rows} rows and {context} blocks of context")
-        return bucket, num_sequences, num_tokens
+            self.metrics.deadline_exceeded += 1
+            message = (
+                f"not finished within its deadline of {deadline - request.arrived:g} s, {tokens} tokens were answered; "
+                "raise deadline_s or ask when less is running"
+            )
+            self._end(request, now, RequestFailure(DEADLINE, message))
 
     def _recover(self, error: BaseException) -> None:
         """After a step that did not come to its end. What it did to the caches and to `last_token` is unknown, on the
         device or in the host's books, so neither is gone on with. Other processes may wait for this one: they end."""
         self.agreement.fail(error)
-        if self.parts.runner.resets == self._resets:
-            self.parts.runner.reset()
+        self._flights.clear()
+        if self.runner.resets == self._resets:
+            self.runner.reset()
         if isinstance(error, Exception):
             self._fail_lost(MODEL_ERROR, f"the step that computed it failed ({type(error).__name__}: {error})"[:500])
         else:
@@ -203,105 +374,28 @@ class Engine:
 
     def _fail_lost(self, kind: str, message: str) -> None:
         """Fails every request with a place in caches that were emptied since the last look."""
-        if self.parts.runner.resets == self._resets:
+        if self.runner.resets == self._resets:
             return
         now = time.perf_counter()
+        self._flights.clear()
+        self.scheduler.reset()
         for request in list(self.requests.values()):
             states = [sequence.status for sequence in request.sequences]
             if Status.PREFILL in states or Status.RUNNING in states or Status.WAITING not in states:
                 self.changes += 1
                 self._end(request, now, RequestFailure(kind, message))
-        self._resets = self.parts.runner.resets
-
-    def _check(self, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> tuple[list[int], int]:
-        """The prompt as plain integers, and the tokens that the context leaves for the answer. Raises RequestError."""
-        limit, vocabulary = self.config.max_model_len, self.parts.model_config.vocab_size
-        if not len(prompt_ids):  # not its truth: it may be an array
-            raise RequestError("prompt: is empty; give at least one token")
-        if len(prompt_ids) >= limit:
-            raise RequestError(
-                f"prompt: has {len(prompt_ids)} tokens; engine.max_model_len = {limit} leaves room for {limit - 1} and "
-                "one token of answer: shorten the prompt or raise engine.max_model_len"
-            )
-        ids = check_token_ids("prompt_token_ids", prompt_ids, vocabulary)
-        check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids or (), vocabulary)
-        check_token_ids("sampling.forced_token_ids", sampling.forced_token_ids or (), vocabulary, low=-1)
-        room = limit - len(prompt_ids)
-        unfit = self.scheduler.never_fits(len(prompt_ids) + min(sampling.max_tokens, room))
-        if unfit:
-            raise RequestError(unfit)
-        return ids, room
-
-    def _detokenizer(self, sampling: SamplingParams) -> IncrementalDetokenizer | None:
-        if not sampling.detokenize:
-            return None
-        return IncrementalDetokenizer(
-            self.parts.tokenizer,
-            sampling.stop_texts,
-            include_stop_str=sampling.include_stop_str_in_output,
-            skip_special_tokens=sampling.skip_special_tokens,
-        )
-
-    def _handle(self, batch: Batch, outputs: list[StepOutput], now: float) -> dict[str, Request]:
-        """Books a step that ran: caches grown, tokens appended, stops tested. Returns the requests it moved.
-
-        outputs: of each of this process's ranks.
-        """
-        of_rank = {
-            rank: (output.token.tolist(), output.logprob.tolist())
-            for rank, output in zip(self.parts.runner.local_ranks, outputs, strict=True)
-        }
-        self.scheduler.computed(batch)
-        moved: dict[str, Request] = {}
-        for rank, place, work in batch.results():
-            sequence = work.sequence
-            if not work.chunk.sample or sequence.finished:
-                continue
-            token, logprob = (values[place] for values in of_rank[rank])
-            request = moved[sequence.request_id] = self.requests[sequence.request_id]
-            if not math.isfinite(logprob):
-                what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
-                self._end(request, now, RequestFailure(MODEL_ERROR, what))
-                continue
-            sequence.output_ids.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.decode_steps += batch.kind == DECODE
-            request.first_token = now if request.first_token is None else request.first_token
-            if (ending := self._ending(sequence, token)) is not None:
-                reason, sequence.stop_reason = ending
-                self._finish(sequence, reason)
-            if all(s.finished for s in request.sequences):
-                self._end(request, now)
-        return moved
-
-    def _ending(self, sequence: Sequence, token: int) -> tuple[str, str | int | None] | None:
-        """(finish_reason, stop_reason) when this token ends the answer: the end token, a stop id, a stop text, then
-        length. The text of an ending id is left out unless include_stop_str_in_output."""
-        sampling, detokenizer = sequence.sampling, sequence.detokenizer
-        ended = token == self.parts.model_config.eos_token_id and not sampling.ignore_eos
-        stopped = token in (sampling.stop_token_ids or ())
-        if detokenizer is not None and (not (ended or stopped) or sampling.include_stop_str_in_output):
-            detokenizer.push([token])
-        if ended:
-            return STOP, None
-        if stopped:
-            return STOP, token
-        if detokenizer is not None and detokenizer.stopped is not None:
-            return STOP, detokenizer.stopped
-        return (LENGTH, None) if len(sequence.output_ids) >= sequence.max_tokens else None
-
-    def _finish(self, sequence: Sequence, reason: str | None) -> None:
-        if (detokenizer := sequence.detokenizer) is not None:
-            detokenizer.flush()
-            # The U+FFFD of a character that the last token left unfinished may complete a stop text.
-            if reason == LENGTH and detokenizer.stopped is not None:
-                reason, sequence.stop_reason = STOP, detokenizer.stopped
-        self.scheduler.finish(sequence, reason)
+        self._resets = self.runner.resets
 
     def _end(self, request: Request, now: float, failure: RequestFailure | None = None) -> None:
         """Ends a request; answers still open are aborted, or have no reason when it failed."""
+        if request.finished:
+            return
         for sequence in request.sequences:
             if not sequence.finished:
-                self._finish(sequence, None if failure else ABORT)
+                self.results.finish(sequence, None if failure else ABORT, now)
         request.failure, request.ended = failure, now
+        self.measurement.ended(request)
+        self._moved[request.request_id] = request
         del self.requests[request.request_id]
+        for sequence in request.sequences:
+            sequence.request = None  # no ring: what ended goes at once, not in a collector's pause of 30 to 300 ms

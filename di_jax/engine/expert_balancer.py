@@ -51,10 +51,13 @@ class ExpertBalancer:
         """Compiles the program that moves experts, by moving none."""
         self.runner.move_experts(0, plan_moves(self.slot_experts, self.slot_experts, self.ranks), self.slot_experts)
 
-    def after_step(self, outputs: Sequence[StepOutput]) -> None:
-        """Books a step of this process's ranks, and does what is due: at most one layer moves."""
+    def after_step(self, outputs: Sequence[StepOutput], slot_experts: np.ndarray | None = None) -> None:
+        """Books a step of this process's ranks, and does what is due: at most one layer moves.
+
+        slot_experts: those of its launch, when a layer may have moved since; by default those of now.
+        """
         slot_tokens = np.sum([output.load for output in outputs], axis=0)
-        self.window.record(slot_tokens, self.slot_experts)
+        self.window.record(slot_tokens, self.slot_experts if slot_experts is None else slot_experts)
         self.statistic.record(slot_tokens)
         if self.statistic.full:
             self.moe_lb = moe_lb(self.total(self.statistic.take()))

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from di_jax.engine.sampler import sample
-from di_jax.engine.step_plan import Bucket, StepPlan
+from di_jax.engine.state_programs import Snapshot, StateCopies, StatePrograms
+from di_jax.engine.step_plan import REPLAY_FIELDS, Bucket, StepPlan
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.engram import RowSource
 from di_jax.model.moe import slot_tables
-from di_jax.model.rows import META, make_rows
+from di_jax.model.rows import META, Rows, make_rows
 from di_jax.model.transformer import LayerTrace, Transformer
 from di_jax.parallel.expert_moves import MovePlan
 from di_jax.parallel.expert_weights import move_program
@@ -77,28 +78,20 @@ def step(
     buffer: Array,
 ) -> tuple[StepOutput, EngineState]:
     """One rank's step of the model inside `shard_map`: forward, head and sampling. buffer int32 [1, size]; results
-    have a leading axis of one."""
+    have a leading axis of one. Raises ValueError, when it is traced, for what the bucket cannot give."""
     model: Transformer = nnx.merge(graph, params)
+    if bucket.drops_rows and outputs != TOKENS:
+        raise ValueError(f"{outputs} asked of a step that drops rows: {bucket}")
+    if model.ngram_hash is not None and not bucket.decode and bucket.history < model.config.engram_look_back:
+        raise ValueError(f"the model looks back {model.config.engram_look_back} tokens, the step has {bucket.history}")
     fields = bucket.unpack(buffer[0])
-    token, slot = fields["token"], fields["slot"]
-    if bucket.decode:
-        token = jnp.where(token < 0, state.last_token[slot], token)
-    rows = make_rows(
-        token,
-        fields["tile_sequence"],
-        fields["start"],
-        fields["first_row"],
-        fields["count"],
-        slot,
-        fields["block_table"],
-        decode=bucket.decode,
-        seed=lax.bitcast_convert_type(fields["seed_low"] ^ fields["seed_high"], jnp.uint32),
-    )
-    if bucket.cp > 1:
-        rows = rows.share(fields["own_tiles"], fields["home"], plan.axes("sequence"))
-    out = model(rows, state, layout, trace=outputs == TRACE)
-    hidden, state = rows.gathered(out.hidden), out.state
-    last = jnp.clip(fields["first_row"] + fields["count"] - 1, 0, bucket.rows - 1)
+    slot = fields["slot"]
+    rows, kept = step_rows(plan, bucket, fields, state)
+    grown = jnp.where(fields["count"] > 0, slot, layout.num_slots)
+    state = state.replace(length=state.length.at[grown].set(rows.end, mode="drop"))
+    out = model(rows, state, layout, kept=kept, trace=outputs == TRACE)
+    hidden, state = out.rows.gathered(out.hidden), out.state
+    last = fields["first_row"] if bucket.decode else fields["sample_row"]
     logits = model.logits(hidden if outputs != TOKENS else hidden[last])
     chosen, logprob = sample(
         logits if outputs == TOKENS else logits[last],
@@ -109,11 +102,42 @@ def step(
         fields["forced"],
     )
     # Sequences that are not sampled (chunks before the last, padding) leave their slot alone.
-    target = jnp.where((fields["sample"] > 0) & (fields["count"] > 0), slot, layout.num_slots)
+    target = jnp.where(fields["sample"] > 0, slot, layout.num_slots)
     state = state.replace(last_token=state.last_token.at[target].set(chosen, mode="drop"))
     trace = [jax.tree.map(jax.vmap(rows.gathered), run) for run in out.traces] if outputs == TRACE else None
     result = StepOutput(chosen, logprob, None if outputs == TOKENS else logits, trace, out.load, model.host_tables)
     return jax.tree.map(lambda a: a[None], result), state
+
+
+def step_rows(
+    plan: DeviceMesh, bucket: Bucket, fields: dict[str, Array], state: EngineState
+) -> tuple[Rows, Rows | None]:
+    """The rows of a rank's step from its unpacked plan, and those that the decoder layers run if some are dropped."""
+    token, start = fields["token"], fields["start"]
+    if bucket.decode:
+        token = jnp.where(token < 0, state.last_token[fields["slot"]], token)
+        start = jnp.where(start < 0, state.length[fields["slot"]], start)
+    rows = make_rows(
+        token,
+        fields["tile_sequence"],
+        start,
+        fields["first_row"],
+        fields["count"],
+        fields["slot"],
+        fields["block_table"],
+        decode=bucket.decode,
+        seed=lax.bitcast_convert_type(fields["seed_low"] ^ fields["seed_high"], jnp.uint32),
+        **{name: fields[name] for name in REPLAY_FIELDS if name in fields},
+    )
+    kept = None
+    if bucket.drops_rows:
+        kept = rows.kept(bucket.kept_rows, fields["kept_tile_sequence"], fields["kept_first_row"])
+    if bucket.cp > 1:
+        axes = plan.axes("sequence")
+        rows = rows.share(fields["own_tiles"], fields["home"], axes)
+        if kept is not None:
+            kept = kept.share(fields["kept_own_tiles"], fields["kept_home"], axes)
+    return rows, kept
 
 
 class ModelRunner:
@@ -141,6 +165,7 @@ class ModelRunner:
         self.resets = 0
         self._compiled: dict[tuple[Bucket, str], Any] = {}
         self._move: Any = None
+        self._programs = StatePrograms(self.mesh, self.plan, layout)
         self._lock = threading.Lock()
 
     @property
@@ -164,28 +189,12 @@ class ModelRunner:
         return executable
 
     def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int = 2) -> None:
-        """Compiles every bucket ahead of time, in threads, with a progress bar.
-
-        An error or an interrupt drops what no thread has begun and is raised at once; XLA cannot be stopped inside a
-        compilation, so those in flight end in the background and keep the process until then.
-        """
+        """Compiles every bucket ahead of time, as `compile_together`."""
         todo = [b for b in buckets if (b, outputs) not in self._compiled]
         if not todo:
             return
         logger.info("compiling %d step shapes, %d at a time", len(todo), workers)
-        previous = threading.stack_size(COMPILE_STACK_BYTES)
-        pool = ThreadPoolExecutor(workers)
-        try:
-            with tqdm(total=len(todo), desc="compiling", unit="step", disable=None, file=sys.stderr) as bar:
-                for future in as_completed([pool.submit(self.compiled, bucket, outputs) for bucket in todo]):
-                    future.result()
-                    bar.update()
-        except BaseException:
-            logger.warning("warm-up was cut short: the steps in flight (%d at most) are compiled to the end", workers)
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            threading.stack_size(previous)
+        compile_together([partial(self.compiled, bucket, outputs) for bucket in todo], workers)
 
     def execute(self, plans: Sequence[StepPlan], outputs: str = TOKENS) -> StepOutput:
         """Launches a step and returns at once; its results are on device until `StepOutput.host`.
@@ -207,6 +216,37 @@ class ModelRunner:
             self.repair()
             raise
         return output
+
+    # Between steps, by all processes alike and with an entry for each of `local_ranks`. They return at once, and follow
+    # the steps that were launched before. When one is cut short after the state was donated, it is as for a step.
+
+    def warm_up_programs(self, snapshot_layers: int | None) -> None:
+        """Compiles what `copy`, `snapshot` and `restore` run. snapshot_layers: None when there will be no snapshots.
+
+        Raises ValueError for caches of which no snapshot can be taken.
+        """
+        self._programs.warm_up(snapshot_layers)
+
+    def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
+        """Copies blocks and slots for forks. launches: the most of any rank of the mesh; by default of these ranks."""
+        if launches is None:
+            launches = max(own.launches for own in copies)
+        self._change(lambda state: self._programs.copy(state, copies, launches))
+
+    def snapshot(self, slots: Sequence[int], layers: int) -> Snapshot:
+        """Window rings of the first `layers` layers of a slot of each rank; of none where it is `NOTHING`."""
+        return self._programs.snapshot(self.state, slots, layers)
+
+    def restore(self, slots: Sequence[int], rings: Sequence[np.ndarray | None], layers: int) -> None:
+        """Puts rings of a snapshot into a slot of each rank; the other ranks have slot `NOTHING` and rings None."""
+        self._change(lambda state: self._programs.restore(state, slots, rings, layers))
+
+    def _change(self, program: Callable[[EngineState], EngineState]) -> None:
+        try:
+            self.state = program(self.state)
+        except BaseException:
+            self.repair()
+            raise
 
     def move_experts(self, layer: int, moves: MovePlan, slot_experts: np.ndarray) -> None:
         """Rearranges the experts of a backbone layer: `moves` of all layers, slot_experts int32 [L, slots] afterwards.
@@ -235,6 +275,29 @@ class ModelRunner:
             leaf.delete()  # before the new ones are made: the device need not hold both
         self.state = self._allocate()
         self.resets += 1
+
+
+def compile_together[Compiled](jobs: Sequence[Callable[[], Compiled]], workers: int = 2) -> list[Compiled]:
+    """The results of `jobs`, each of which compiles a step, run in threads with a progress bar.
+
+    An error or an interrupt drops what no thread has begun and is raised at once; XLA cannot be stopped inside a
+    compilation, so those in flight end in the background and keep the process until then.
+    """
+    previous = threading.stack_size(COMPILE_STACK_BYTES)
+    pool = ThreadPoolExecutor(workers)
+    try:
+        futures = [pool.submit(job) for job in jobs]
+        with tqdm(total=len(jobs), desc="compiling", unit="step", disable=None, file=sys.stderr) as bar:
+            for future in as_completed(futures):
+                future.result()
+                bar.update()
+        return [future.result() for future in futures]
+    except BaseException:
+        logger.warning("warm-up was cut short: the steps in flight (%d at most) are compiled to the end", workers)
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        threading.stack_size(previous)
 
 
 def parameter_specs(params: Any, plan: DeviceMesh) -> Any:

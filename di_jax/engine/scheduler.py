@@ -1,111 +1,86 @@
-"""Which sequences run in the next step, and which of their tokens. Pure host policy: no device, no text, no clock."""
+"""Which sequences run in the next step, and which of their tokens. Pure host policy: no device, no text, no clock.
+
+A step is launched before the tokens of the one before it are known. What a sequence held is therefore given back
+(`completed`) only when the last step that was launched while it held it has been seen complete.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from di_jax.engine.batch import Batch, DecodeBatch, DecodePart, Work, work_of
 from di_jax.engine.block_manager import BlockManager
+from di_jax.engine.chunking import cut, share_tokens
+from di_jax.engine.data_rank import DataRank
+from di_jax.engine.preemption import choose_victim
+from di_jax.engine.prefix_cache import hit_limit
 from di_jax.engine.sequence import Holding, Sequence, Status
-from di_jax.engine.step_plan import DEVICE_TOKEN, FREE_TOKEN, Bucket, BucketLadder, Chunk, StepPlan, build_plan
-from di_jax.model.cache import CacheLayout
+from di_jax.engine.step_plan import BucketLadder
+from di_jax.engine.step_policy import PREFILL
+from di_jax.engine.waiting_queue import WaitingQueue
 
-PREFILL, DECODE = "prefill", "decode"
-
-
-@dataclass(frozen=True)
-class Work:
-    """A sequence's part of a step. chunks: by rank; under context parallelism a prompt runs on several."""
-
-    sequence: Sequence
-    chunks: dict[int, Chunk]
-
-    @property
-    def rank(self) -> int:
-        """The rank whose results count; the others compute the same."""
-        return next(iter(self.chunks))
-
-    @property
-    def chunk(self) -> Chunk:
-        return self.chunks[self.rank]
+# Sequences behind one that finds no room which may go before it, and how long it is patient with them.
+LOOK_AHEAD = 8
+PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One step's work. A chunk with `sample` yields its sequence's next token."""
+class Limits:
+    """Of one rank's prefill step. stops: whether chunks end where a snapshot of the window state is wanted."""
 
-    kind: str  # PREFILL or DECODE
-    work: list[Work] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(work.chunk.tokens) for work in self.work)
-
-    def of_rank(self, rank: int) -> list[Chunk]:
-        return [work.chunks[rank] for work in self.work if rank in work.chunks]
-
-    def results(self) -> Iterator[tuple[int, int, Work]]:
-        """(rank, place among the rank's chunks, work), once for every sequence."""
-        places: dict[int, int] = {}
-        for work in self.work:
-            yield work.rank, places.get(work.rank, 0), work
-            for rank in work.chunks:
-                places[rank] = places.get(rank, 0) + 1
+    max_num_batched_tokens: int
+    max_sum_context: int | None = None
+    snapshots: bool = False
 
 
-class DataRank:
-    """One data-parallel rank: the sequences it runs, and the ledgers of its context ranks."""
+@dataclass
+class Chores:
+    """What has to be done to the caches around a step.
 
-    def __init__(self, ledgers: SequenceOf[BlockManager]) -> None:
-        self.ledgers = list(ledgers)
-        self.running: list[Sequence] = []  # admitted, in order of admission
+    restores: (rank, slot, window rings) before it. block_copies, slot_copies: (rank, source, destination), and
+    snapshots: (rank, slot, sequence, boundary in tokens), after it.
+    """
 
-    @property
-    def free_blocks(self) -> int:
-        """On the context rank that has the fewest: a prompt needs blocks on all of them."""
-        return min(ledger.num_free_blocks for ledger in self.ledgers)
-
-    def can_admit(self, sequence: Sequence) -> bool:
-        return all(ledger.can_allocate(sequence) for ledger in self.ledgers)
-
-    def admit(self, sequence: Sequence) -> None:
-        for ledger in self.ledgers:
-            ledger.allocate(sequence)
-        sequence.status = Status.PREFILL
-        self.running.append(sequence)
-
-    def settle(self, sequence: Sequence) -> None:
-        """The prompt is through: the context rank with the most room keeps the sequence, the others free it. Room is
-        the lesser of the shares of slots and of blocks that are free: a new prompt needs both on every rank."""
-        owner = max(self.ledgers, key=lambda r: min(r.num_free_slots / r.num_slots, r.num_free_blocks / r.num_blocks))
-        for ledger in self.ledgers:
-            if ledger is not owner:
-                ledger.free(sequence)
-        sequence.status = Status.RUNNING
-
-    def release(self, sequence: Sequence) -> None:
-        for ledger in self.ledgers:
-            ledger.free(sequence)
+    restores: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    block_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    slot_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int, Sequence, int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """First come, first served: sequences wait in `waiting`, and run on one data-parallel rank from admission to end.
+    """The queue, and the sequences that run on this process's ranks. Every sequence ends in `finish`.
 
-    ranks: the data-parallel ranks that this process schedules; a new sequence goes where the step has the most room
-    left, then where the most blocks are free. max_num_batched_tokens: tokens of one rank's prefill step.
+    preemptions, replays: so far; replays are prefix hits without window state. chores: of the step scheduled last.
     """
 
-    def __init__(self, ranks: SequenceOf[DataRank], ladder: BucketLadder, *, max_num_batched_tokens: int) -> None:
-        self.ranks, self.ladder = list(ranks), ladder
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+    def __init__(self, ranks: SequenceOf[DataRank], ladder: BucketLadder, limits: Limits) -> None:
+        self.ranks, self.ladder, self.limits = list(ranks), ladder, limits
+        self.block_size = self.ranks[0].block_size
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue()
+        self.preemptions = self.replays = 0
+        self.chores = Chores()
+        self._followers: dict[Sequence, list[Sequence]] = {}  # of a leader whose prompt is under way
+        self._retired: deque[tuple[int, DataRank, Holding]] = deque()  # until a step is complete
+        self._launched = self._complete = 0
+
+    # -- state
 
     @property
     def running(self) -> list[Sequence]:
         return [sequence for rank in self.ranks for sequence in rank.running]
+
+    @property
+    def num_running(self) -> int:
+        return sum(rank.num_running for rank in self.ranks)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + sum(map(len, self._followers.values()))
 
     @property
     def ledgers(self) -> list[BlockManager]:
@@ -114,18 +89,33 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or any(rank.running for rank in self.ranks)
-
-    @property
-    def can_prefill(self) -> bool:
-        """Whether a prefill step would have work."""
-        if any(s.status is Status.PREFILL for s in self.running):
-            return True
-        return bool(self.waiting) and any(rank.can_admit(self.waiting[0]) for rank in self.ranks)
+        return bool(self.waiting) or any(rank.num_running for rank in self.ranks)
 
     @property
     def can_decode(self) -> bool:
-        return any(s.status is Status.RUNNING for s in self.running)
+        return any(bool((table.left > 0).any()) for rank in self.ranks for table in rank.tables)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a decode step would need more blocks than there are: somebody has to be preempted."""
+        return any(
+            len(table.short(table.ready(), self.block_size)) > ledger.num_available
+            for rank in self.ranks
+            for ledger, table in zip(rank.ledgers, rank.tables, strict=True)
+        )
+
+    def can_prefill(self, now: float) -> bool:
+        """Whether a prefill step would have work."""
+        if any(rank.prompts for rank in self.ranks):
+            return True
+        if not any(rank.has_slot for rank in self.ranks):
+            return False
+        for passed, sequence in enumerate(self.waiting.ordered(now), 1):
+            if any(rank.can_admit(sequence) for rank in self.ranks):
+                return True
+            if not _may_pass(passed, sequence, now):
+                break
+        return False
 
     def never_fits(self, num_tokens: int) -> str | None:
         """Why a sequence of that many positions could not run even alone, or None."""
@@ -139,128 +129,306 @@ class Scheduler:
             f"{most}: shorten the prompt, lower sampling.max_tokens or raise engine.num_blocks"
         )
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def check(self) -> None:
+        """Raises RuntimeError unless every block and slot of every rank is accounted for."""
+        held: dict[int, list[tuple[list[int], int]]] = {ledger.rank: [] for ledger in self.ledgers}
+        for holding in [h for s in self.running for h in s.held] + [h for _, _, h in self._retired]:
+            held[holding.rank].append((holding.blocks, holding.slot))
+        for ledger in self.ledgers:
+            ledger.check(held[ledger.rank])
 
-    def schedule(self, kind: str) -> Batch:
-        """The next step of that kind, without work when there is none. Call `computed` after it ran."""
-        return self._prefill() if kind == PREFILL else self._decode()
+    # -- life of a sequence
 
-    def computed(self, batch: Batch) -> None:
-        """Counts the batch's tokens as cached; the caller appends the sampled ones."""
-        for work in batch.work:
-            sequence = work.sequence
-            sequence.num_computed += len(work.chunk.tokens)
-            if sequence.status is Status.PREFILL and not sequence.remaining_prompt:
-                self._rank_of(sequence).settle(sequence)
+    def add(self, sequences: SequenceOf[Sequence], now: float) -> None:
+        """Queues the answers of one request. Those behind the first wait for its prompt, to go on from its caches."""
+        leader, *followers = sequences
+        self._wait(leader, now)
+        if followers:
+            self._followers[leader] = followers
 
-    def finish(self, sequence: Sequence, reason: str | None) -> None:
-        """Ends a sequence in any state and frees what it holds. reason: its finish_reason; None for a failed one."""
+    def finish(self, sequence: Sequence, reason: str | None, now: float) -> None:
+        """Ends a sequence in any state. reason: its finish_reason; None for a failed one."""
         if sequence.finished:
             return
-        # In neither when an interrupt cut its admission short.
-        if sequence.status is Status.WAITING:
-            with contextlib.suppress(ValueError):
-                self.waiting.remove(sequence)
-        for rank in self.ranks:
-            with contextlib.suppress(ValueError):
-                rank.running.remove(sequence)
-            rank.release(sequence)
+        self.waiting.remove(sequence)
+        self._retire(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        self._release_followers(sequence, now)
+        if sequence.leader in self._followers:
+            self._followers[sequence.leader].remove(sequence)
 
-    def need(self, batch: Batch) -> tuple[int, int]:
-        """(rows, context blocks) of the smallest bucket that holds every rank's part of the batch; (0, 0) for none."""
-        return bucket_need(batch, self.ledgers, self.ladder)
+    def launched(self) -> int:
+        """A step was launched; its number. Call `completed` with it."""
+        self._launched += 1
+        return self._launched
 
-    def _rank_of(self, sequence: Sequence) -> DataRank:
-        return next(rank for rank in self.ranks if sequence in rank.running)
+    def completed(self, step: int) -> None:
+        """All of a step's results are in: what was given up before the next one was launched is free."""
+        self._complete = step
+        while self._retired and self._retired[0][0] <= step:
+            _, rank, holding = self._retired.popleft()
+            rank.release(holding)
 
-    def _prefill(self) -> Batch:
-        """Prompts in progress first, then new ones while slots, blocks, rows and tokens last."""
+    def reset(self) -> None:
+        """The caches on device were emptied, no step is in flight. Call `finish` for every sequence that ran before."""
+        for _, _, holding in self._retired:
+            holding.blocks = []
+        self._retired.clear()
+        self._complete = self._launched
+        for rank in self.ranks:
+            for sequence in list(rank.running):
+                sequence.held = []
+            rank.reset()
+
+    def _retire(self, sequence: Sequence) -> None:
+        for rank in self.ranks:
+            if sequence in rank.prompts or sequence in rank.decoding:
+                self._later(rank, rank.leave(sequence))
+
+    def _later(self, rank: DataRank, held: SequenceOf[Holding], step: int | None = None) -> None:
+        """Releases holdings once a step is complete: by default the last one that was launched."""
+        step = self._launched if step is None else step
+        for holding in held:
+            if step <= self._complete:
+                rank.release(holding)
+            else:
+                self._retired.append((step, rank, holding))
+
+    def _release_followers(self, leader: Sequence, now: float) -> None:
+        """They need not wait for the leader's prompt any more."""
+        for sequence in self._followers.pop(leader, ()):
+            self._wait(sequence, now)
+
+    def _wait(self, sequence: Sequence, now: float) -> None:
+        sequence.waiting_since = now
+        self.waiting.add(sequence, sequence.priority, sequence.arrival, now)
+
+    # -- steps
+
+    def schedule(
+        self, kind: str, now: float, *, tokens: int | None = None, preempt: bool = False
+    ) -> Batch | DecodeBatch | None:
+        """The next step of that kind, without work when there is none. What it changes counts on its being launched.
+
+        tokens: of a prefill step of one rank, if fewer than the limits allow. preempt: no step is in flight, so a
+        sequence that finds no block may take those of another. None when only that would help.
+        """
+        self.chores = Chores()
+        return self._prefill(now, tokens) if kind == PREFILL else self._decode(now, preempt)
+
+    def _prefill(self, now: float, tokens: int | None) -> Batch:
+        """Prompts in progress and new ones, each with its share of the step."""
+        budget, buckets = self.limits.max_num_batched_tokens, self.ladder.prefill_rows
+        if tokens is not None:
+            # A row more than a bucket has takes as long as all rows of the next one.
+            whole = max((rows for rows in buckets if rows <= tokens), default=0)
+            budget = max(self.block_size, min(budget, whole))
+        rows = buckets[-1] if tokens is None else next(rows for rows in buckets if rows >= budget)
+        self._take_in(now, budget)
         work: list[Work] = []
-        rooms = [_Room(self.ladder, self.max_num_batched_tokens) for _ in self.ranks]
-        for rank, room in zip(self.ranks, rooms, strict=True):
-            for sequence in rank.running:
-                if sequence.status is Status.PREFILL and room.is_open:
-                    work.append(self._prompt(sequence, room))
-        while self.waiting:
-            sequence = self.waiting[0]
-            fits = [i for i, rank in enumerate(self.ranks) if rooms[i].is_open and rank.can_admit(sequence)]
-            if not fits:
-                break
-            best = max(fits, key=lambda i: (rooms[i].tokens, self.ranks[i].free_blocks))
-            self.waiting.popleft()
-            self.ranks[best].admit(sequence)
-            work.append(self._prompt(sequence, rooms[best]))
+        for rank in self.ranks:
+            prompts = sorted(rank.prompts, key=lambda s: s.arrival)
+            shares = share_tokens([s.remaining_prompt for s in prompts], budget, self.block_size)
+            room = _Room(self.ladder, rows, budget, self.limits.max_sum_context)
+            for sequence, share in zip(prompts, shares, strict=True):
+                if share and room.holds(sequence):
+                    work += self._chunk(rank, sequence, room.take(share), room, now)
         return Batch(PREFILL, work)
 
-    def _prompt(self, sequence: Sequence, room: _Room) -> Work:
-        """As much of the rest of a prompt as the room holds."""
-        start = sequence.num_computed
-        end = start + room.take(sequence.remaining_prompt)
-        return work_of(sequence, sequence.prompt_ids[start:end], start, sample=end == len(sequence.prompt_ids))
+    def _take_in(self, now: float, budget: int) -> None:
+        """Admits waiting sequences that get tokens of this step, in order; a few may pass one that finds no room."""
+        passed = 0
+        admitted: list[Sequence] = []
+        for sequence in self.waiting.ordered(now):
+            best: tuple[tuple[int, int, int], DataRank] | None = None
+            for rank in self.ranks:
+                if not rank.has_slot:
+                    continue
+                chain = rank.chain(sequence)
+                if not rank.can_admit(sequence, chain):
+                    continue
+                hit = rank.hit(sequence, chain)
+                others = [s.remaining_prompt for s in rank.prompts]
+                if not share_tokens([*others, len(sequence) - hit.start], budget, self.block_size)[-1]:
+                    continue
+                merit = (hit.length, -sum(others), rank.available)
+                if best is None or merit > best[0]:
+                    best = merit, rank
+            if best is not None:
+                self._admit(best[1], sequence)
+                admitted.append(sequence)
+                continue
+            passed += 1
+            if not _may_pass(passed, sequence, now) or not any(rank.has_slot for rank in self.ranks):
+                break
+        for sequence in admitted:
+            self.waiting.remove(sequence)
 
-    def _decode(self) -> Batch:
-        """One row for every running sequence; its token is still on device, in the slot."""
-        decoding = [s for s in self.running if s.status is Status.RUNNING]
-        return Batch(DECODE, [work_of(s, [DEVICE_TOKEN], s.num_computed, sample=True) for s in decoding])
+    def _admit(self, rank: DataRank, sequence: Sequence) -> None:
+        rank.admit(sequence)
+        hit = sequence.hit
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = hit.length
+        self.replays += hit.start < hit.length
+        if hit.length and hit.start == hit.length:
+            assert sequence.keys is not None
+            rings = rank.snapshots.get(sequence.keys.keys[hit.length // self.block_size - 1])
+            assert rings is not None
+            self.chores.restores += [(holding.rank, holding.slot, rings) for holding in sequence.held]
+
+    def _chunk(self, rank: DataRank, sequence: Sequence, count: int, room: _Room, now: float) -> list[Work]:
+        """A chunk of at most `count` tokens, and with a prompt's last one the forks of other answers to it."""
+        start, goal = sequence.num_computed, sequence.goal
+        count = cut(start, count, goal, self._stops(rank, sequence), self.block_size)
+        if not count:
+            return []
+        end = start + count
+        rules = rank.rules
+        work = work_of(
+            sequence,
+            sequence.tokens(start, end),
+            start,
+            sample=end == goal,
+            keep_tokens=rules.keep_tokens,
+            look_back=rules.history,
+        )
+        sequence.num_computed = end
+        room.book(sequence, count)
+        if self._is_wanted(rank, sequence, end):
+            self.chores.snapshots.append((work.rank, sequence.held[0].slot, sequence, end))
+        if end < goal:
+            return [work]
+        self._later(rank, rank.settle(sequence), self._launched + 1)
+        (held,) = sequence.held
+        chunks = {held.rank: work.chunks[held.rank]} | work.chunks  # the results of the one that goes on count
+        work = dataclasses.replace(work, chunks=chunks)
+        forks: list[Work] = []
+        followers = self._followers.get(sequence, [])
+        while followers and room.take_entry():
+            child = followers[0]
+            copied = rank.fork(sequence, child)
+            if copied is None:
+                break
+            followers.pop(0)
+            forks.append(_fork(child, work))
+            self.chores.slot_copies.append((held.rank, held.slot, child.held[0].slot))
+            if copied[0] >= 0:
+                self.chores.block_copies.append((held.rank, *copied))
+        self._release_followers(sequence, now)
+        return [work, *forks]
+
+    def _stops(self, rank: DataRank, sequence: Sequence) -> list[int]:
+        """Boundaries inside the rest of a prompt at which the window state is wanted: where an equal prompt could hit,
+        where a longer one could, and where this one did and had to replay."""
+        if not self.limits.snapshots:
+            return []
+        goal, size = sequence.goal, self.block_size
+        wanted = {sequence.hit.length}
+        if not rank.rules.replay:
+            wanted = {hit_limit(goal, rank.rules.look_back, size), goal // size * size}
+        return sorted(at for at in wanted if sequence.num_computed < at < goal)
+
+    def _is_wanted(self, rank: DataRank, sequence: Sequence, end: int) -> bool:
+        """Whether to keep the window state after a prompt's first `end` tokens. With replay a prompt's last boundary
+        is enough: at others a hit replays one block."""
+        if not self.limits.snapshots or end % self.block_size:
+            return False
+        return not rank.rules.replay or end == sequence.hit.length or end + self.block_size > sequence.goal
+
+    def _decode(self, now: float, preempt: bool) -> DecodeBatch | None:
+        """One token of every running sequence. Its tokens are on device; a new block for those that need one."""
+        for rank in self.ranks:
+            for ledger, table in zip(rank.ledgers, rank.tables, strict=True):
+                while True:
+                    short = table.short(table.ready(), self.block_size)
+                    if len(short) <= ledger.num_available:
+                        break
+                    if not preempt:
+                        return None
+                    self._preempt(rank, now)
+                for slot in short:
+                    rank.grow(ledger.rank, slot)
+        parts = []
+        for rank in self.ranks:
+            for ledger, table in zip(rank.ledgers, rank.tables, strict=True):
+                slots = table.ready()
+                if not len(slots):
+                    continue
+                position = table.position[slots]
+                sequences = [table.sequences[slot] for slot in slots.tolist()]
+                parts.append(DecodePart(ledger.rank, table, slots, position, sequences))  # type: ignore[arg-type]
+                crossing = (position + 1) % self.block_size == 0
+                for at in crossing.nonzero()[0].tolist() if self.limits.snapshots else ():
+                    end = int(position[at]) + 1
+                    self.chores.snapshots.append((ledger.rank, int(slots[at]), parts[-1].sequences[at], end))
+        return DecodeBatch(parts)
+
+    def _preempt(self, rank: DataRank, now: float) -> None:
+        """Sends one sequence of a rank back to the queue; it will compute its tokens again, but those still cached."""
+        sequences, candidates = rank.candidates(len)
+        at = choose_victim(candidates)
+        if at is None:
+            raise RuntimeError("no sequence can be preempted, and none finds a block: the pool is too small")
+        victim = sequences[at]
+        self._retire(victim)
+        victim.status, victim.num_computed, victim.goal = Status.WAITING, 0, 0
+        victim.num_preemptions += 1
+        self.preemptions += 1
+        self._wait(victim, now)
+
+
+def _may_pass(passed: int, sequence: Sequence, now: float) -> bool:
+    """Whether those behind a sequence that finds no room may go before it, when it is one of `passed` that find none."""
+    return passed <= LOOK_AHEAD and now - sequence.waiting_since <= PATIENCE_S
+
+
+def _fork(child: Sequence, parent: Work) -> Work:
+    """A part without rows that samples the last row of its parent's chunk."""
+    (held,) = child.held
+    chunk = dataclasses.replace(
+        parent.chunk,
+        tokens=(),
+        start=parent.end,
+        slot=held.slot,
+        blocks=held.blocks,
+        temperature=child.sampling.temperature,
+        seed=child.seed,
+        forced=child.forced_token(0),
+    )
+    return Work(child, {held.rank: chunk}, (), parent.end, parent)
 
 
 class _Room:
-    """What is left of one rank's prefill step."""
+    """What is left of one rank's prefill step. bucket_rows: of the largest bucket that it may take."""
 
-    def __init__(self, ladder: BucketLadder, tokens: int) -> None:
-        self.ladder, self.tokens, self.rows = ladder, tokens, ladder.prefill_rows[-1]
-        self.grain = ladder.prefill_row_cost(1)
+    def __init__(self, ladder: BucketLadder, bucket_rows: int, tokens: int, max_sum_context: int | None) -> None:
+        self.ladder, self.bucket_rows, self.tokens, self.rows = ladder, bucket_rows, tokens, bucket_rows
+        self.grain = ladder.prefill_row_cost(1, bucket_rows)
+        self.context = max_sum_context
+        self.empty = True
 
-    @property
-    def is_open(self) -> bool:
-        return self.rows >= self.grain and self.tokens > 0
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a chunk of the sequence may join: there are rows, and the step's contexts stay within their sum. The
+        first one always may."""
+        if self.rows < self.grain or self.tokens <= 0:
+            return False
+        return self.empty or self.context is None or sequence.goal <= self.context
 
     def take(self, wanted: int) -> int:
-        """Reserves rows for up to `wanted` tokens; returns how many they are."""
-        count = min(wanted, self.tokens, self.rows // self.grain * self.grain)
-        self.rows -= self.ladder.prefill_row_cost(count)
+        """Rows for up to `wanted` tokens; how many they are."""
+        return min(wanted, self.tokens, self.rows // self.grain * self.grain)
+
+    def book(self, sequence: Sequence, count: int) -> None:
+        """A chunk of `count` tokens joins."""
+        self.rows -= self.ladder.prefill_row_cost(count, self.bucket_rows)
         self.tokens -= count
-        return count
+        self.empty = False
+        if self.context is not None:
+            self.context -= sequence.goal
 
-
-def work_of(sequence: Sequence, tokens: list[int], start: int, *, sample: bool) -> Work:
-    """Tokens of a sequence from position `start` on, on every rank that holds it."""
-
-    def chunk(holding: Holding) -> Chunk:
-        return Chunk(
-            tokens=tokens,
-            start=start,
-            slot=holding.slot,
-            blocks=holding.blocks,
-            sample=sample,
-            temperature=sequence.sampling.temperature,
-            seed=sequence.seed,
-            output_index=len(sequence.output_ids),
-            forced=sequence.forced_token if sample else FREE_TOKEN,
-        )
-
-    return Work(sequence, {holding.rank: chunk(holding) for holding in sequence.held})
-
-
-def data_ranks(local_ranks: SequenceOf[int], cp: int, layout: CacheLayout) -> list[DataRank]:
-    """The data-parallel ranks made of this process's ranks, cp neighbours each, with empty ledgers."""
-    ledgers = [BlockManager(layout.num_blocks, layout.num_slots, layout.block_size, rank) for rank in local_ranks]
-    return [DataRank(ledgers[at : at + cp]) for at in range(0, len(ledgers), cp)]
-
-
-def bucket_need(batch: Batch, ledgers: SequenceOf[BlockManager], ladder: BucketLadder) -> tuple[int, int]:
-    """(rows, context blocks) of the smallest bucket that holds every rank's part of the batch; (0, 0) for none."""
-    rows = context = 0
-    for ledger in ledgers:
-        if chunks := batch.of_rank(ledger.rank):
-            blocks = max(ledger.blocks_of(chunk.start + len(chunk.tokens)) for chunk in chunks)
-            bucket = ladder.fit(batch.kind == DECODE, [len(chunk.tokens) for chunk in chunks], blocks)
-            rows, context = max(rows, bucket.rows), max(context, bucket.context_blocks)
-    return rows, context
-
-
-def rank_plans(bucket: Bucket, batch: Batch, ranks: SequenceOf[int]) -> list[StepPlan]:
-    """The step plans of these ranks."""
-    return [build_plan(bucket, batch.of_rank(rank), rank % bucket.cp) for rank in ranks]
+    def take_entry(self) -> bool:
+        """Room for a part without rows: buckets have as many entries as grains."""
+        if self.rows < self.grain:
+            return False
+        self.rows -= self.grain
+        return True

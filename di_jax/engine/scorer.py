@@ -8,20 +8,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from di_jax.engine.batch import Batch, Need, work_of
+from di_jax.engine.data_rank import DataRank, data_ranks
 from di_jax.engine.runner import LOGITS, TRACE
-from di_jax.engine.scheduler import (
-    DECODE,
-    PREFILL,
-    Batch,
-    DataRank,
-    bucket_need,
-    data_ranks,
-    rank_plans,
-    work_of,
-)
 from di_jax.engine.sequence import Sequence
 from di_jax.engine.setup import EngineParts
 from di_jax.engine.step_plan import Bucket
+from di_jax.engine.step_policy import DECODE, PREFILL
 from di_jax.parallel import processes
 from di_jax.sampling_params import SamplingParams
 
@@ -76,7 +69,7 @@ class Scorer:
         if feed not in FEEDS:
             raise ValueError(f"feed {feed!r} is not one of {', '.join(FEEDS)}")
         self.parts, self.feed, self.chunk, self.trace = parts, feed, chunk, trace
-        self.ranks = data_ranks(parts.runner.local_ranks, parts.ladder.cp, parts.layout)
+        self.ranks = data_ranks(parts.runner.local_ranks, parts.ladder, parts.layout)
 
     def run(self, requests: Iterable[tuple[str, list[int]]]) -> Iterator[Score]:
         """Scores (id, token ids), each non-empty and within the caches; yields as requests finish. Collective: each
@@ -106,14 +99,14 @@ class Scorer:
                 work.sequence.num_computed += len(work.chunk.tokens)
             for rank in self.ranks:
                 for sequence in [s for s in rank.running if not s.remaining_prompt]:
-                    rank.running.remove(sequence)
-                    rank.release(sequence)
+                    for holding in rank.leave(sequence):
+                        rank.release(holding)
                     running.remove(sequence)
                     yield scores.pop(sequence.request_id)
 
     def _room_for(self, sequence: Sequence) -> DataRank | None:
         """The rank with the most free blocks, if it can take the sequence in."""
-        rank = max(self.ranks, key=lambda rank: rank.free_blocks)
+        rank = max(self.ranks, key=lambda rank: rank.available)
         return rank if rank.can_admit(sequence) else None
 
     def _batch(self) -> Batch:
@@ -130,7 +123,8 @@ class Scorer:
                 if count == 0:
                     break
                 start = sequence.num_computed
-                work.append(work_of(sequence, sequence.prompt_ids[start : start + count], start, sample=False))
+                tokens = sequence.prompt_ids[start : start + count]
+                work.append(work_of(sequence, tokens, start, sample=False, look_back=ladder.history))
                 rows -= count if decode else ladder.prefill_row_cost(count)
         return Batch(DECODE if decode else PREFILL, work)
 
@@ -138,16 +132,17 @@ class Scorer:
         """The smallest bucket that holds the batches of all processes; None when no process has any work."""
         agreement, ladder = processes.current(), self.parts.ladder
         ledgers = [ledger for rank in self.ranks for ledger in rank.ledgers]
-        own = np.array(bucket_need(batch, ledgers, ladder), np.int32)
-        rows, context = agreement.gather(own, "the bucket of a step").max(axis=0).tolist()
+        own = np.array(batch.need(ladder, ledgers).numbers(), np.int32)
+        need = Need(*agreement.gather(own, "the bucket of a step").max(axis=0).tolist())
+        rows, context = need.rows, need.context_blocks
         agreement.working(f"scoring, {rows} rows and {context} blocks of context" if rows else None)
-        return ladder.bucket(batch.kind == DECODE, rows, context) if rows else None
+        return ladder.bucket(batch.kind == DECODE, rows, context) if rows else None  # every row is asked for
 
     def _execute(self, bucket: Bucket, batch: Batch, scores: dict[str, Score]) -> None:
         """Runs a step and copies each member's rows out of it: the bucket's whole output, which has rows of padding and
         of other requests, is let go here."""
         runner = self.parts.runner
-        plans = rank_plans(bucket, batch, runner.local_ranks)
+        plans = batch.plans(bucket, runner.local_ranks)
         outputs = runner.execute(plans, TRACE if self.trace else LOGITS).host()
         by_rank = dict(zip(runner.local_ranks, zip(plans, outputs, strict=True), strict=True))
         for rank, place, work in batch.results():

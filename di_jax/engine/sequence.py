@@ -7,26 +7,29 @@ import math
 import time
 from dataclasses import dataclass, field
 
+from di_jax.engine.prefix_cache import BlockKeys, Hit
 from di_jax.engine.step_plan import FREE_TOKEN
 from di_jax.sampling_params import SamplingParams
 from di_jax.tokenizer import IncrementalDetokenizer
+
+NO_HIT = Hit(0, 0, 0)
 
 
 class Status(enum.Enum):
     """Where a sequence is. WAITING holds no block, PREFILL and RUNNING do, FINISHED does no more."""
 
-    WAITING = enum.auto()
-    PREFILL = enum.auto()  # admitted; the caches do not hold the whole prompt yet
+    WAITING = enum.auto()  # new, or preempted
+    PREFILL = enum.auto()  # admitted; steps for all its tokens are not launched yet
     RUNNING = enum.auto()  # one token a decode step
     FINISHED = enum.auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Holding:
-    """What a sequence holds on one rank: pool blocks by position, all that it may ever need, and a state slot."""
+    """What a sequence holds on one rank: pool blocks by position, and a state slot."""
 
     rank: int
-    blocks: tuple[int, ...]
+    blocks: list[int]
     slot: int
 
 
@@ -34,9 +37,10 @@ class Holding:
 class Sequence:
     """One answer of a request, choice `index`, from waiting to finished.
 
-    max_tokens: clipped, so prompt and answer fit the engine's max_model_len. held: by rank, in rising order; on every
-    context rank while the prompt runs, then on the one that decodes it (architecture 7.6). num_computed: positions in
-    the caches. stop_reason: the stop id or text, None for the end token.
+    max_tokens: clipped, so prompt and answer fit the engine's max_model_len. priority, arrival: its place in the queue.
+    held: by rank, in rising order; on every context rank while the prompt runs, then on the one that decodes it
+    (architecture 7.6). num_computed: tokens of the running prefill whose steps are launched; `goal`: those that it has.
+    stop_reason: the stop id or text, None for the end token.
     """
 
     request_id: str
@@ -45,19 +49,40 @@ class Sequence:
     sampling: SamplingParams
     seed: int
     max_tokens: int
+    priority: int = 0
+    arrival: int = 0
+    stop_ids: frozenset[int] = frozenset()  # ids that end the answer
+    request: Request | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # natural, of the raw logits
     held: list[Holding] = field(default_factory=list)
     num_computed: int = 0
+    goal: int = 0
+    hit: Hit = NO_HIT  # what the running prefill found in the caches
+    keys: BlockKeys | None = None  # of its complete blocks; None without a prefix cache
+    num_registered: int = 0  # blocks that were offered to the prefix cache, or came from it
+    num_cached_tokens: int = 0  # of the first prefill
+    num_preemptions: int = 0
+    snapshot: bytes = b""  # key of the window state kept last while it decoded
+    waiting_since: float = 0.0
     decode_steps: int = 0
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop, length or abort
     stop_reason: str | int | None = None
     detokenizer: IncrementalDetokenizer | None = None
+    text_tokens: int | None = None  # of a finished answer: tokens that its text has
+    _told: int = 0  # tokens that the detokenizer has seen
 
     def __len__(self) -> int:
         """Tokens known: prompt and answer so far."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions start to end."""
+        prompt = len(self.prompt_ids)
+        if end <= prompt:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:] + self.output_ids[max(0, start - prompt) : end - prompt]
 
     @property
     def capacity(self) -> int:
@@ -65,15 +90,23 @@ class Sequence:
         return len(self.prompt_ids) + self.max_tokens
 
     @property
-    def remaining_prompt(self) -> int:
-        """Prompt tokens not in the caches yet."""
-        return max(0, len(self.prompt_ids) - self.num_computed)
+    def leader(self) -> Sequence:
+        """The first answer to the same prompt."""
+        return self if self.request is None else self.request.sequences[0]
 
     @property
-    def forced_token(self) -> int:
-        """The id that the next output must be, or FREE_TOKEN."""
+    def remaining_prompt(self) -> int:
+        """Tokens of the running prefill that no step was launched for."""
+        return max(0, self.goal - self.num_computed)
+
+    def forced_token(self, output_index: int) -> int:
+        """The id that an output must be, or FREE_TOKEN."""
         forced = self.sampling.forced_token_ids or ()
-        return forced[len(self.output_ids)] if len(self.output_ids) < len(forced) else FREE_TOKEN
+        return forced[output_index] if output_index < len(forced) else FREE_TOKEN
+
+    def holding(self, rank: int) -> Holding | None:
+        """What it holds on a rank."""
+        return next((holding for holding in self.held if holding.rank == rank), None)
 
     @property
     def finished(self) -> bool:
@@ -81,12 +114,25 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        return self.detokenizer.text if self.detokenizer else ""
+        """The answer's text so far. Without stop texts to look for, tokens become text when it is asked for."""
+        if self.detokenizer is None:
+            return ""
+        self.detokenize(len(self.output_ids) if self.text_tokens is None else self.text_tokens)
+        if self.text_tokens is not None:
+            self.detokenizer.flush()
+        return self.detokenizer.text
+
+    def detokenize(self, count: int) -> None:
+        """Hands the answer's tokens up to `count` to the detokenizer."""
+        if self.detokenizer is not None and count > self._told:
+            self.detokenizer.push(self.output_ids[self._told : count])
+            self._told = count
 
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Why a request has no answer. type: invalid_request, model_error, or interrupted (the step that computed it)."""
+    """Why a request has no answer. type: invalid_request, model_error, interrupted (the step that computed it) or
+    deadline_exceeded."""
 
     type: str
     message: str
@@ -103,6 +149,8 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     failure: RequestFailure | None = None
     arrived: float = field(default_factory=time.perf_counter)
+    deadline: float | None = None  # when it fails unless it has ended
+    started: float | None = None  # its first step was launched
     first_token: float | None = None
     ended: float | None = None
 
@@ -116,12 +164,13 @@ class Request:
 
     def metrics(self) -> dict[str, float | int | None]:
         """The `metrics` of an output record (cli-contract). Counts and decode_ppl, exp of the mean negative
-        log-probability of the emitted tokens, are over all choices; ttft_s counts from arrival and so includes waiting.
+        log-probability of the emitted tokens, are over all choices; num_cached_tokens is the first choice's, whose
+        prompt the others share; ttft_s counts from arrival and so includes waiting.
         """
         logprobs = [p for s in self.sequences for p in s.logprobs]
         now = time.perf_counter() if self.ended is None else self.ended
         return {
-            "num_cached_tokens": 0,
+            "num_cached_tokens": self.sequences[0].num_cached_tokens if self.sequences else 0,
             "decode_steps": sum(s.decode_steps for s in self.sequences),
             "drafted_tokens": 0,
             "verified_tokens": 0,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from di_jax.checkpoint.cache import load_or_convert
@@ -16,11 +18,19 @@ from di_jax.checkpoint.host_tables import HostTables
 from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.config import Config, EplbGroup
-from di_jax.engine.runner import ModelRunner
+from di_jax.engine.memory_sizing import (
+    StepMemory,
+    blocks_per_sequence,
+    choose_blocks,
+    describe,
+    fullest_buckets,
+    step_memory,
+)
+from di_jax.engine.runner import LOGITS, TOKENS, TRACE, ModelRunner, compile_together, trace_step
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
-from di_jax.model.config import ModelConfig
+from di_jax.model.config import ModelConfig, check_decoder_replay
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.moe import FORCED_RATIO
@@ -29,7 +39,7 @@ from di_jax.parallel import processes
 from di_jax.parallel.eplb import num_physical_slots
 from di_jax.parallel.mesh import Parallel
 from di_jax.parallel.replica_choice import forced_slot_factors
-from di_jax.platforms.devices import configure_jax, free_memory, require_devices
+from di_jax.platforms.devices import MemoryRoom, configure_jax, memory_room, require_devices
 from di_jax.tokenizer import Tokenizer
 from kernels_pallas.choice import KernelChoice
 
@@ -63,6 +73,9 @@ def build_engine_parts(config: Config) -> EngineParts:
             f"engine.max_model_len: {config.engine.max_model_len} exceeds the model's "
             f"max_position_embeddings = {model_config.max_position_embeddings}"
         )
+    replay = config.engine.replay
+    if replay.decoder != "off" and config.command != "score":  # scoring computes every row
+        check_decoder_replay(model_config, replay.keep_tokens)
     parallel = build_parallel(config, model_config)
     mesh = parallel.mesh.build(devices)
     processes.data_rank_owners(mesh, parallel.mesh)  # said before the minutes that loading may take
@@ -74,14 +87,17 @@ def build_engine_parts(config: Config) -> EngineParts:
         quantize_activations=config.model.quantize_activations,
         wo_a_input=config.model.wo_a_input,
     )
-    ladder = build_ladder(config)  # what is wrong with its keys is said before the minutes that loading may take
+    # What is wrong with its keys is said before the minutes that loading may take.
+    ladder = build_ladder(config, model_config.engram_look_back)
     kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
     places = parameter_shardings(abstract_model(model_config, numerics, kernels, parallel), mesh)
     leaves = load_or_convert(folder, model_config, config.cache.weights_dir, places, parallel)
     host_tables = open_host_tables(folder, model_config, parallel)
     model = assemble(model_config, numerics, leaves, tables, kernels, parallel, host_tables)
     layout = CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs)
-    layout = size_caches(config, layout, mesh.local_devices)
+    outputs = TOKENS if config.command != "score" else TRACE if config.score.trace else LOGITS
+    measure = partial(fullest_step, model, mesh, ladder, outputs)
+    layout = size_caches(config, layout, mesh.local_devices, measure)
     runner = ModelRunner(model, layout, mesh)
     return EngineParts(model_config, folder, tokenizer, runner, ladder, layout, config.eplb)
 
@@ -130,13 +146,12 @@ def parameter_shardings(model: Transformer, mesh: jax.sharding.Mesh) -> dict[str
     }
 
 
-def blocks_per_sequence(config: Config) -> int:
-    """Blocks of the longest request."""
-    return -(-config.engine.max_model_len // config.engine.block_size)
+def build_ladder(config: Config, look_back: int = 3) -> BucketLadder:
+    """The compiled shapes: `engine.*_buckets`, or ladders from the limits.
 
-
-def build_ladder(config: Config) -> BucketLadder:
-    """The compiled shapes: `engine.*_buckets`, or ladders from the limits."""
+    look_back: tokens of the model's n-grams before their last. Raises ConfigError for prefill buckets that do
+    not divide into tiles, or of which a larger one holds fewer chunks.
+    """
     engine = config.engine
     cp, held = config.mesh.cp, 0
     for rows in engine.prefill_buckets or ():
@@ -161,41 +176,54 @@ def build_ladder(config: Config) -> BucketLadder:
     return BucketLadder.derive(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
-        max_context_blocks=blocks_per_sequence(config),
+        max_context_blocks=blocks_per_sequence(engine),
         prefill=engine.prefill_buckets,
         decode=engine.decode_buckets,
         context=context,
         cp=config.mesh.cp,
+        keep_tokens=engine.replay.keep_tokens if engine.replay.decoder == "compact" else None,
+        history=look_back,
     )
 
 
-def size_caches(config: Config, layout: CacheLayout, devices: Sequence[jax.Device]) -> CacheLayout:
-    """`layout` with its number of blocks: `engine.num_blocks`, or enough for every sequence at full length, or less
-    when the memory of one of the `devices` does not hold that. Raises ConfigError when not even one request fits."""
-    longest = blocks_per_sequence(config)
-    asked = config.engine.num_blocks
-    blocks = asked or longest * config.engine.max_num_seqs
-    block_bytes = int(np.ceil(layout.bytes_per_token * layout.block_size))
-    free = free_memory(devices, config.engine.memory_utilization)
-    if free is not None:
-        slots = int(layout.num_slots * layout.bytes_per_slot)
-        # The caches are arrays over all processes: the one with the least memory decides.
-        own = np.array([(free - slots) // block_bytes])
-        fits = int(processes.current().gather(own, "the size of the caches").min())
-        if fits < (asked or longest):
-            raise ConfigError(
-                f"engine.{'num_blocks' if asked else 'max_model_len'}: {asked or longest} blocks of "
-                f"{block_bytes} bytes asked, memory for {max(fits, 0)} is left beside {slots} bytes of state; lower "
-                "engine.max_model_len or engine.max_num_seqs, or raise engine.memory_utilization"
-            )
-        blocks = min(blocks, fits)
+def size_caches(
+    config: Config, layout: CacheLayout, devices: Sequence[jax.Device], measure: Callable[[CacheLayout], StepMemory]
+) -> CacheLayout:
+    """`layout` with its number of blocks (`choose_blocks`), from what is free on `devices` now. Says what was decided.
+
+    measure: the fullest step over caches of such a layout; not asked where devices share the machine's memory, which
+    nobody reserves ahead. Raises ConfigError when not even one request fits, or fewer than `engine.num_blocks`.
+    """
+    engine = config.engine
+    room = memory_room(devices, engine.memory_utilization)
+    # The caches are arrays over all processes: the one with the least memory decides.
+    own = np.array([-1, 0, 0] if room is None else [room.limit, room.used, room.shared], np.int64)
+    everyones = processes.current().gather(own, "the memory of a device").tolist()
+    rooms = [MemoryRoom(limit, used, bool(shared)) for limit, used, shared in everyones if limit >= 0]
+    room = min(rooms, key=lambda room: room.free(engine.memory_utilization), default=None)
+    step = None
+    if room is not None and not room.shared:
+        step = measure(dataclasses.replace(layout, num_blocks=blocks_per_sequence(engine)))
+    blocks, why = choose_blocks(engine, layout, room, step)
     layout = dataclasses.replace(layout, num_blocks=blocks)
-    logger.info(
-        "caches of a rank: %d blocks of %d tokens (%.1f MB), %d sequence slots (%.1f MB)",
-        blocks,
-        layout.block_size,
-        blocks * block_bytes / 1e6,
-        layout.num_slots,
-        layout.num_slots * layout.bytes_per_slot / 1e6,
-    )
+    logger.info("%s", describe(engine, layout, why))
     return layout
+
+
+def fullest_step(
+    model: Transformer, mesh: jax.sharding.Mesh, ladder: BucketLadder, outputs: str, layout: CacheLayout
+) -> StepMemory:
+    """What the step that needs the most memory needs; compiles the candidates, over caches that need not exist.
+
+    outputs: what steps are asked for, as in `ModelRunner.execute`.
+    """
+    graph, params = nnx.split(model)
+    shapes = [bucket for bucket in fullest_buckets(ladder) if outputs == TOKENS or not bucket.drops_rows]
+    count = len(ladder.buckets())
+
+    def compiled(bucket: Bucket) -> StepMemory:
+        traced = trace_step(graph, params, mesh, model.parallel.mesh, layout, bucket, outputs)
+        return step_memory(bucket, traced.lower().compile(), count)
+
+    logger.info("compiling the %d fullest steps to see what memory they need", len(shapes))
+    return max(compile_together([partial(compiled, bucket) for bucket in shapes]), key=lambda step: step.total)

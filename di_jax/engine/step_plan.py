@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,10 @@ import numpy as np
 
 MAX_TILE = 128
 DEVICE_TOKEN = -1  # a decode row that reads its token from the state: the last one sampled in its slot
+DEVICE_LENGTH = -1  # a decode chunk that starts where the caches of its slot end
 FREE_TOKEN = -1  # no forced output
+NO_TOKEN = -1  # of a history that is shorter than asked, or dead to the Engram
+REPLAY_FIELDS = ("window_start", "decoder_start", "cached", "history")  # of a prefill, named as in `rows.Rows`
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -24,12 +27,28 @@ class Bucket:
 
     decode: one row per sequence; prefill: rows in tiles, each of one sequence. context_blocks: columns of the block
     tables, so the index scan covers context_blocks * block_size positions. cp: ranks that share the rows of a prefill.
+    kept_rows: rows that the decoder layers of a prefill run, in tiles of their own; 0 stands for `rows`, when no row is
+    dropped. history: ids before each chunk of a prefill, at least as many as the Engram looks back at.
     """
 
     decode: bool
     rows: int
     context_blocks: int
     cp: int = 1
+    kept_rows: int = 0
+    history: int = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept_rows", self.kept_rows or self.rows)
+
+    @property
+    def drops_rows(self) -> bool:
+        return self.kept_rows < self.rows
+
+    @property
+    def kept(self) -> Bucket:
+        """The decoder layers' rows as a bucket: their tiles and grains."""
+        return Bucket(self.decode, self.kept_rows, self.context_blocks, self.cp)
 
     @property
     def tile(self) -> int:
@@ -43,8 +62,20 @@ class Bucket:
         return self.tile if self.cp == 1 else self.tile * 2 * self.cp
 
     @property
-    def sequences(self) -> int:
+    def tiles(self) -> int:
         return self.rows // self.tile
+
+    @property
+    def sequences(self) -> int:
+        return self.tiles
+
+    def row_cost(self, count: int) -> int:
+        """Rows that `count` tokens of one sequence take: whole grains."""
+        return -(-count // self.grain) * self.grain
+
+    def fits_rows(self, counts: Sequence[int]) -> bool:
+        """Whether its rows hold chunks of `counts` tokens."""
+        return sum(map(self.row_cost, counts)) <= self.rows
 
     @cached_property
     def fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -52,19 +83,34 @@ class Bucket:
         s = self.sequences
         return (
             ("token", (self.rows,)),
-            ("tile_sequence", (s,)),
-            ("start", (s,)),
-            ("first_row", (s,)),
+            *self._layout_fields(),
+            ("start", (s,)),  # DEVICE_LENGTH: read from the state
             ("count", (s,)),
             ("slot", (s,)),
-            ("sample", (s,)),  # 1: the sequence's last row is sampled and its slot's last token set
+            ("sample", (s,)),  # 1: a row is sampled for the sequence and its slot's last token set
             ("temperature", (s,)),  # fp32 bits
             ("seed_low", (s,)),
             ("seed_high", (s,)),
             ("output_index", (s,)),  # index of the token to come among the request's outputs
             ("forced", (s,)),  # FREE_TOKEN or the id to emit whatever the logits say
             ("block_table", (s, self.context_blocks)),
-            *((("own_tiles", (s // self.cp,)), ("home", (s,))) if self.cp > 1 else ()),
+            *(() if self.decode else self._prefill_fields()),
+        )
+
+    def _layout_fields(self, prefix: str = "", sequences: int = 0) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What `lay_out` gives."""
+        shapes = [("tile_sequence", self.tiles), ("first_row", sequences or self.sequences)]
+        if self.cp > 1:
+            shapes += [("own_tiles", self.tiles // self.cp), ("home", self.tiles)]
+        return tuple((prefix + name, (size,)) for name, size in shapes)
+
+    def _prefill_fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        s = self.sequences
+        return (
+            ("sample_row", (s,)),  # which row, of those that the decoder layers run
+            *((name, (s,)) for name in REPLAY_FIELDS if name != "history"),
+            ("history", (s, self.history)),
+            *(self.kept._layout_fields("kept_", s) if self.drops_rows else ()),
         )
 
     @cached_property
@@ -84,10 +130,13 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The rows that one sequence runs in a step, and how its next token is drawn."""
+    """The rows that one sequence runs in a step, and how its next token is drawn.
+
+    One with `samples_of` has no rows: it draws another token after the last row of another chunk, for its own slot.
+    """
 
     tokens: Sequence[int]  # ids to feed; [DEVICE_TOKEN] in decode reads the slot's last token
-    start: int  # position of the first one
+    start: int  # position of the first one; DEVICE_LENGTH in decode
     slot: int
     blocks: Sequence[int]  # the sequence's block table, at least ceil((start + len(tokens)) / block_size) long
     sample: bool = True
@@ -95,6 +144,16 @@ class Chunk:
     seed: int = 0  # 64 bits
     output_index: int = 0
     forced: int = FREE_TOKEN
+    window_start: int = 0  # no window reaches below it
+    decoder_start: int = 0  # the same in the decoder layers, which drop the rows below it
+    cached: int = 0  # compressed entries and index keys of positions below it exist; a multiple of the block size
+    history: Sequence[int] = ()  # ids right before `start`, the most recent last; NO_TOKEN: dead to the Engram
+    samples_of: int | None = None  # index of the chunk among those of the plan
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that the decoder layers need."""
+        return max(0, self.start + len(self.tokens) - max(self.start, self.decoder_start))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +178,8 @@ class BucketLadder:
     decode_rows: tuple[int, ...]
     context_blocks: tuple[int, ...]
     cp: int = 1  # ranks that share the rows of a prefill
+    kept_rows: tuple[int, ...] = ()  # for each of prefill_rows: `Bucket.kept_rows` of a second shape, 0 for none
+    history: int = 3  # as in `Bucket`
 
     @classmethod
     def derive(
@@ -131,44 +192,71 @@ class BucketLadder:
         decode: Sequence[int] | None = None,
         context: Sequence[int] | None = None,
         cp: int = 1,
+        keep_tokens: int | None = None,
+        history: int = 3,
     ) -> BucketLadder:
-        """Ladders from the limits: prefill rows x4 from 64 a rank, decode rows x4 from 1, context x4 from 16 blocks."""
+        """Ladders from the limits: prefill rows x4 from 64 a rank, decode rows x4 from 1, context x4 from 16 blocks.
+
+        keep_tokens: rows of a prompt's end that the decoder layers run; with it, the larger prefill buckets come in a
+        second shape whose decoder layers have an eighth of the rows.
+        """
         rungs = prefill or _ladder(min(64 * cp, max_num_batched_tokens), max_num_batched_tokens)
+        prefill = tuple(sorted({_whole_grains(rows, cp) for rows in rungs}))
         return cls(
-            tuple(sorted({_whole_grains(rows, cp) for rows in rungs})),
+            prefill,
             tuple(decode or _ladder(1, max_num_seqs)),
             tuple(context or _ladder(min(16, max_context_blocks), max_context_blocks)),
             cp,
+            () if keep_tokens is None else _kept_rows(prefill, cp, keep_tokens),
+            history,
         )
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Every shape, smallest first."""
         return tuple(
-            self.bucket(decode, rows, context)
-            for decode, ladder in ((True, self.decode_rows), (False, self.prefill_rows))
-            for rows in ladder
+            dataclasses.replace(shape, context_blocks=context)
+            for shapes in ([Bucket(True, rows, 1, history=self.history) for rows in self.decode_rows], self._prefills())
+            for shape in shapes
             for context in self.context_blocks
         )
 
-    def bucket(self, decode: bool, rows: int, context_blocks: int) -> Bucket:
-        return Bucket(decode, rows, context_blocks, 1 if decode else self.cp)
+    def bucket(self, decode: bool, rows: int, context_blocks: int, kept_rows: int = 0) -> Bucket:
+        """The shape of these rows, and of at least so many kept ones; 0: nothing may be dropped."""
+        if decode:
+            return Bucket(True, rows, context_blocks, history=self.history)
+        need = kept_rows or rows
+        shape = min((b for b in self._prefills() if b.rows == rows and b.kept_rows >= need), default=None)
+        if shape is None:
+            raise ValueError(f"no prefill bucket of {rows} rows, {need} of them kept; there are {self.prefill_rows}")
+        return dataclasses.replace(shape, context_blocks=context_blocks)
 
     def prefill_row_cost(self, count: int, bucket_rows: int | None = None) -> int:
         """Rows that a chunk of `count` tokens takes in a bucket: whole grains."""
-        grain = self.bucket(False, bucket_rows or self.prefill_rows[-1], 1).grain
-        return -(-count // grain) * grain
+        return Bucket(False, bucket_rows or self.prefill_rows[-1], 1, self.cp).row_cost(count)
 
-    def fit(self, decode: bool, counts: Sequence[int], context_blocks: int) -> Bucket:
-        """The smallest bucket that holds chunks of `counts` tokens with block tables of `context_blocks`."""
+    def fit(
+        self, decode: bool, counts: Sequence[int], context_blocks: int, kept: Sequence[int] | None = None
+    ) -> Bucket:
+        """The smallest bucket that holds chunks of `counts` tokens with block tables of `context_blocks`.
+
+        kept: `Chunk.num_kept` of each; without it nothing may be dropped, so that the results have every row.
+        """
         context = _at_least(self.context_blocks, context_blocks, "context blocks")
         if decode:
-            return Bucket(True, _at_least(self.decode_rows, len(counts), "decode rows"), context)
-        for rows in self.prefill_rows:
-            if sum(self.prefill_row_cost(n, rows) for n in counts) <= rows:
-                return self.bucket(False, rows, context)
+            return self.bucket(True, _at_least(self.decode_rows, len(counts), "decode rows"), context)
+        for shape in self._prefills():
+            enough = not shape.drops_rows if kept is None else shape.kept.fits_rows(kept)
+            if enough and len(counts) <= shape.sequences and shape.fits_rows(counts):
+                return dataclasses.replace(shape, context_blocks=context)
         raise ValueError(
             f"no prefill bucket holds chunks of {list(counts)} tokens; the largest has {self.prefill_rows[-1]} rows"
         )
+
+    def _prefills(self) -> Iterator[Bucket]:
+        """The prefill shapes, smallest first, at one block of context."""
+        for at, rows in enumerate(self.prefill_rows):
+            for kept in sorted({self.kept_rows[at] if self.kept_rows else 0, rows} - {0}):
+                yield Bucket(False, rows, 1, self.cp, kept, self.history)
 
 
 def _ladder(low: int, high: int) -> list[int]:
@@ -187,6 +275,25 @@ def _whole_grains(rows: int, cp: int) -> int:
     return rows
 
 
+def _kept_rows(prefill_rows: Sequence[int], cp: int, keep_tokens: int) -> tuple[int, ...]:
+    """Kept rows of the second shape of each prefill bucket, 0 for none: an eighth of its rows, enough for the ends of
+    two prompts. It has to save something: below four times the kept rows it would be one more program for little."""
+
+    def grains(rows: int) -> int:
+        return rows // Bucket(False, rows, 1, cp).grain
+
+    found: list[int] = []
+    for rows in prefill_rows:
+        kept = _whole_grains(max(rows // 8, 2 * keep_tokens), cp)
+        # Ranks of one step share the largest that any needs, so what fits a smaller shape has to fit this one.
+        while not Bucket(False, kept, 1, cp).fits_rows([keep_tokens] * 2) or grains(kept) < max(
+            (grains(smaller) for smaller in (*prefill_rows, *found) if 0 < smaller < kept), default=0
+        ):
+            kept = _whole_grains(kept + 1, cp)
+        found.append(kept if rows >= 4 * kept else 0)
+    return tuple(found)
+
+
 def _at_least(ladder: tuple[int, ...], need: int, what: str) -> int:
     at = bisect_left(ladder, need)
     if at == len(ladder):
@@ -196,24 +303,15 @@ def _at_least(ladder: tuple[int, ...], need: int, what: str) -> int:
 
 def build_plan(bucket: Bucket, chunks: Sequence[Chunk], context_rank: int = 0) -> StepPlan:
     """Packs `chunks` into the bucket. In decode every chunk has one token. context_rank: which of the bucket's cp ranks
-    it is for; slots and blocks are those of that rank."""
+    it is for; slots and blocks are those of that rank. Raises ValueError for chunks that do not fit."""
     buffer = np.zeros(bucket.size, np.int32)
     view = bucket.unpack(buffer)
     view["forced"][:] = FREE_TOKEN
-    # Tiles and sequences that nobody uses point at a sequence of no rows: all their rows are padding.
-    if len(chunks) < bucket.sequences:
-        view["tile_sequence"][:] = len(chunks)
-    row, grain = 0, bucket.grain
-    spans: list[tuple[int, int]] = []
+    lay_out(bucket, [len(chunk.tokens) for chunk in chunks], view, context_rank)
     for i, chunk in enumerate(chunks):
-        count = len(chunk.tokens)
-        rows = -(-count // grain) * grain
-        if row + count > bucket.rows or (bucket.decode and count != 1):
-            raise ValueError(f"chunk {i} of {count} tokens does not fit {bucket}")
+        count, row = len(chunk.tokens), int(view["first_row"][i])
         view["token"][row : row + count] = chunk.tokens
-        view["tile_sequence"][row // bucket.tile : (row + rows) // bucket.tile] = i
         view["start"][i] = chunk.start
-        view["first_row"][i] = row
         view["count"][i] = count
         view["slot"][i] = chunk.slot
         view["sample"][i] = chunk.sample
@@ -224,14 +322,56 @@ def build_plan(bucket: Bucket, chunks: Sequence[Chunk], context_rank: int = 0) -
         view["forced"][i] = chunk.forced
         used = min(len(chunk.blocks), bucket.context_blocks)
         view["block_table"][i, :used] = chunk.blocks[:used]
-        spans.append((row // bucket.tile, rows // bucket.tile))
+    if not bucket.decode:
+        _pack_prefill(bucket, chunks, view, context_rank)
+    return StepPlan(bucket, buffer, tuple(chunks))
+
+
+def _pack_prefill(bucket: Bucket, chunks: Sequence[Chunk], view: dict[str, np.ndarray], context_rank: int) -> None:
+    """What prefills alone have: which rows the decoder layers run and sample, and what the caches hold before."""
+    view["history"][:] = NO_TOKEN
+    counts = [chunk.num_kept if bucket.drops_rows else len(chunk.tokens) for chunk in chunks]
+    if bucket.drops_rows:
+        lay_out(bucket.kept, counts, view, context_rank, "kept_")
+    first_row = view["kept_first_row" if bucket.drops_rows else "first_row"]
+    for i, chunk in enumerate(chunks):
+        for name in ("window_start", "decoder_start", "cached"):
+            view[name][i] = getattr(chunk, name)
+        if before := list(chunk.history)[-bucket.history :]:
+            view["history"][i, -len(before) :] = before
+        source = i if chunk.samples_of is None else chunk.samples_of
+        if source != i and (chunk.tokens or not 0 <= source < len(chunks)):
+            raise ValueError(f"chunk {i} of {len(chunk.tokens)} tokens cannot sample chunk {source} of {len(chunks)}")
+        if chunk.sample and not chunks[source].num_kept:
+            raise ValueError(f"chunk {i} samples chunk {source}, of which the decoder layers keep no row")
+        view["sample_row"][i] = max(0, first_row[source] + counts[source] - 1)
+
+
+def lay_out(
+    bucket: Bucket, counts: Sequence[int], view: dict[str, np.ndarray], context_rank: int, prefix: str = ""
+) -> None:
+    """Gives chunks of `counts` tokens, one after the other, whole grains of the bucket's rows, and tiles to the context
+    ranks: fills tile_sequence, first_row, own_tiles and home of `view`. Raises ValueError for chunks that do not fit.
+    """
+    tile_sequence, first_row = view[prefix + "tile_sequence"], view[prefix + "first_row"]
+    # Tiles and sequences that nobody uses point at a sequence of no rows: all their rows are padding.
+    tile_sequence[:] = min(len(counts), len(first_row) - 1)
+    row = 0
+    spans: list[tuple[int, int]] = []
+    for i, count in enumerate(counts):
+        rows = bucket.row_cost(count)
+        if i == len(first_row) or row + rows > bucket.rows or (bucket.decode and count != 1):
+            raise ValueError(f"chunk {i} of {count} tokens does not fit {bucket}")
+        tile_sequence[row // bucket.tile : (row + rows) // bucket.tile] = i
+        first_row[i] = row
+        if rows:
+            spans.append((row // bucket.tile, rows // bucket.tile))
         row += rows
     if bucket.cp > 1:
         spans.append((row // bucket.tile, (bucket.rows - row) // bucket.tile))  # padding is shared out too
         tiles = mirrored_tiles(spans, bucket.cp)
-        view["own_tiles"][:] = tiles[context_rank]
-        view["home"][tiles.reshape(-1)] = np.arange(bucket.sequences)
-    return StepPlan(bucket, buffer, tuple(chunks))
+        view[prefix + "own_tiles"][:] = tiles[context_rank]
+        view[prefix + "home"][tiles.reshape(-1)] = np.arange(bucket.tiles)
 
 
 def mirrored_tiles(spans: Sequence[tuple[int, int]], cp: int) -> np.ndarray:

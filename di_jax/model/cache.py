@@ -31,6 +31,7 @@ class EngineState:
     compressor: Array  # fp32 [pooled sources, slots, compressor_ring, 2, head_dim] (gate, latent) of open groups
     engram_history: Array  # int32 [slots, engram_history] compressed ids by position, -1 = dead
     last_token: Array  # int32 [slots] last sampled token
+    length: Array  # int32 [slots] tokens in the caches
 
     def replace(self, **changes: Array) -> EngineState:
         return dataclasses.replace(self, **changes)
@@ -95,6 +96,7 @@ class CacheLayout:
             ),
             engram_history=shape((self.num_slots, c.engram_history), jnp.dtype(jnp.int32)),
             last_token=shape((self.num_slots,), jnp.dtype(jnp.int32)),
+            length=shape((self.num_slots,), jnp.dtype(jnp.int32)),
         )
 
     @staticmethod
@@ -107,6 +109,7 @@ class CacheLayout:
             "compressor": ("layers", "slots", None, None, None),
             "engram_history": ("slots", None),
             "last_token": ("slots",),
+            "length": ("slots",),
         }
 
     def allocate(self) -> EngineState:
@@ -136,5 +139,5 @@ class CacheLayout:
     def bytes_per_slot(self) -> float:
         """Bytes of per-sequence state."""
         state = self.abstract()
-        rings = (state.window, state.compressor, state.engram_history, state.last_token)
+        rings = (state.window, state.compressor, state.engram_history, state.last_token, state.length)
         return sum(a.size * a.dtype.itemsize for a in rings) / self.num_slots

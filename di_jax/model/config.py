@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from di_jax.errors import UserError
+from di_jax.errors import ConfigError, UserError
 
 KNOWN_ARCHITECTURES = ("DeepseekV41ForCausalLM",)
 
@@ -205,6 +205,12 @@ class ModelConfig:
         """Ordinals of the KV sources that pool (ratio > 1): they alone have a gate weight and a compressor ring."""
         return tuple(i for i, r in enumerate(self.kv_source_ratios) if r > 1)
 
+    @property
+    def first_decoder_layer(self) -> int:
+        """The last KV source: it computes the entries of all later layers from its input, so that a token of which
+        nothing else is needed stops there (numerics 13.1). num_hidden_layers in a model without KV sources."""
+        return self.candidate_source_layer_id if self.kv_source_layer_ids else self.num_hidden_layers
+
     # ---- derived: sizes ----
 
     @property
@@ -239,9 +245,14 @@ class ModelConfig:
         return max((r for r in self.kv_source_ratios if r > 1), default=1) + self.draft_block
 
     @property
+    def engram_look_back(self) -> int:
+        """Tokens before its own that an n-gram holds."""
+        return self.engram_max_ngram_size - 1
+
+    @property
     def engram_history(self) -> int:
         """Ids kept per sequence for the n-gram look-back: (n - 1) + gamma + 1, a ring by position."""
-        return self.engram_max_ngram_size - 1 + self.draft_block + 1
+        return self.engram_look_back + self.draft_block + 1
 
     @property
     def engram_ngram_sizes(self) -> tuple[int, ...]:
@@ -280,3 +291,34 @@ class ModelConfig:
         from di_jax.model.config_reader import ConfigReader  # it makes what is declared here
 
         return ConfigReader(raw, source).read()
+
+
+def check_decoder_replay(config: ModelConfig, keep_tokens: int) -> None:
+    """Raises ConfigError unless the decoder layers can run the last `keep_tokens` rows of a prompt alone (numerics
+    13.6): nothing but the entries of their first one may need the rows before."""
+    c, boundary = config, config.first_decoder_layer
+    taps = c.dspark_target_layer_ids if c.num_nextn_predict_layers else ()
+    for ok, why in (
+        (bool(c.kv_source_layer_ids), "the model has no KV source, so no layer computes the entries of later ones"),
+        (
+            boundary in c.index_source_layer_ids and c.kv_source_layer_ids[-1:] == (boundary,),
+            f"candidate_source_layer_id = {boundary} has to be an index source and the last KV source of "
+            f"{list(c.kv_source_layer_ids)}",
+        ),
+        (
+            all(n < boundary for n in c.engram_layer_ids),
+            f"engram_layer_ids {list(c.engram_layer_ids)} have to lie before layer {boundary}",
+        ),
+        (
+            all(n > boundary for n in taps),
+            f"dspark_target_layer_ids {list(taps)}, which the draft reads, have to lie after layer {boundary}",
+        ),
+    ):
+        if not ok:
+            raise ConfigError(f"engine.replay.decoder: this model cannot replay: {why}; set engine.replay.decoder: off")
+    if keep_tokens < c.window_ring:
+        raise ConfigError(
+            f"engine.replay.keep_tokens: {keep_tokens} rows are fewer than sliding_window + dspark_block_size + 1 = "
+            f"{c.sliding_window} + {c.draft_block} + 1 = {c.window_ring}: the windows of the first decode steps would "
+            "be cut too; raise it"
+        )

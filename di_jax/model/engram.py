@@ -51,8 +51,9 @@ class NgramHash(nnx.Module):
     def lookback(self, rows: Rows, history: Array) -> tuple[Array, Array]:
         """Compressed ids int32 [T, max_ngram] of the last tokens of each row, and the history with this step stored.
 
-        history int32 [slots, ring] holds ids by position mod ring, DEAD inside images. From the first look-back
-        that leaves the sequence or meets a dead token on, all are the pad id (numerics 12.5).
+        history int32 [slots, ring] holds ids by position mod ring, DEAD inside images: what a decode step looks back
+        at. A prefill step, which may be the slot's first, gets the tokens before its own with its rows. From the first
+        look-back that leaves the sequence or meets a dead token on, all are the pad id (numerics 12.5).
         """
         ring, slots, size = history.shape[1], history.shape[0], self.config.engram_max_ngram_size
         ids = jnp.where(rows.image, DEAD, self.token_map[...][rows.token])
@@ -60,13 +61,19 @@ class NgramHash(nnx.Module):
         position = rows.position[:, None] - back
         sequence = rows.sequence[:, None]
         fresh = ids[rows.row_of(position, sequence)]
-        old = history[rows.slot[sequence], position % ring]
-        look = jnp.where(position >= rows.row_start()[:, None], fresh, old)
+        start = rows.row_start()[:, None]
+        if rows.decode:
+            old = history[rows.slot[sequence], position % ring]
+        else:
+            # As many as any row looks back at, however many the host sent.
+            given = jnp.pad(rows.history, ((0, 0), (size - 1, 0)), constant_values=DEAD)[:, 1 - size :]
+            given = jnp.where(given < 0, DEAD, self.token_map[...][given])
+            old = given[sequence, jnp.clip(position - start + size - 1, 0, size - 2)]
+        look = jnp.where(position >= start, fresh, old)
         blocked = jnp.cumsum((position < 0) | (look == DEAD), axis=-1) > 0
         look = jnp.where(blocked, self.pad[...], look)
         slot = rows.slot_of_rows(slots)
-        end = rows.start[rows.sequence] + rows.count[rows.sequence]
-        slot = jnp.where(rows.position >= end - ring, slot, slots)
+        slot = jnp.where(rows.position >= rows.end[rows.sequence] - ring, slot, slots)
         return look, history.at[slot, rows.position % ring].set(ids, mode="drop")
 
     def __call__(self, look: Array) -> Array:

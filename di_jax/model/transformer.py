@@ -59,6 +59,7 @@ class ModelOutput:
     """What a step of the backbone gives. traces, taps and load only when asked for."""
 
     hidden: Array  # [T, D] normed
+    rows: Rows  # of hidden and taps: those that the decoder layers ran
     state: EngineState  # every cache updated
     traces: list[LayerTrace]  # one for each run of layers
     taps: Array | None  # [T, tapped layers * D] what the draft reads (dspark 1.2)
@@ -114,21 +115,39 @@ class Transformer(nnx.Module):
         self.host_tables: RowSource | None = None
 
     def __call__(
-        self, rows: Rows, state: EngineState, layout: CacheLayout, *, trace: bool = False, taps: bool = False
+        self,
+        rows: Rows,
+        state: EngineState,
+        layout: CacheLayout,
+        *,
+        kept: Rows | None = None,
+        trace: bool = False,
+        taps: bool = False,
     ) -> ModelOutput:
-        """Runs `rows` through all layers. taps: the means of the streams that enter the `dspark_target_layer_ids`."""
+        """Runs `rows` through all layers. taps: the means of the streams that enter the `dspark_target_layer_ids`.
+
+        kept: with it the decoder layers run these rows alone (`Rows.kept`); the first of them still stores the entries
+        of all. A trace has all rows, taps are of the decoder layers: ValueError for a trace of kept rows.
+        """
         c = self.config
+        if kept is not None and trace:
+            raise ValueError("a trace asked of a step that drops rows: their later layers are not computed")
         tapped = c.dspark_target_layer_ids if taps else ()
         means: dict[int, Array] = {}
         carry, memory = self.begin(rows, state)
-        cos_sin = {compressed: rotation(c, compressed, rows.position) for compressed in (False, True)}
+        cos_sin = self._angles(rows)
         traces: list[LayerTrace] = []
         for run in c.layer_runs:
             wanted = [plan.layer for plan in run if plan.layer in tapped]
+            boundary = run[0].layer == c.first_decoder_layer  # a KV source: it has no other layer in its run
+            if boundary and kept is None:
+                rows = rows.masked
             if len(run) == 1:
                 plan = run[0]
                 means.update((layer, self.tap(carry.streams)) for layer in wanted)
-                carry, record = self.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
+                after = (kept, self._angles(kept)) if boundary and kept is not None else None
+                carry, record = self.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory, after)
+                rows, cos_sin = after or (rows, cos_sin)
                 records = jax.tree.map(lambda a: a[None], record) if trace else None
             else:
                 carry, records, entering = self._scan(run, carry, rows, cos_sin, layout, trace, bool(wanted))
@@ -140,7 +159,11 @@ class Transformer(nnx.Module):
             carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
         )
         tap = jnp.concatenate([means[layer] for layer in tapped], axis=-1) if taps else None
-        return ModelOutput(self.norm(hidden), carry.state, traces, tap, carry.load)
+        return ModelOutput(self.norm(hidden), rows, carry.state, traces, tap, carry.load)
+
+    def _angles(self, rows: Rows) -> dict[bool, tuple[Array, Array]]:
+        """Rotations of the rows' positions, by whether a layer compresses."""
+        return {compressed: rotation(self.config, compressed, rows.position) for compressed in (False, True)}
 
     def begin(self, rows: Rows, state: EngineState) -> tuple[Carry, list[Array]]:
         """What layer 0 gets, and the memory [T, columns * head_dim] of every Engram layer."""
@@ -197,8 +220,12 @@ class Transformer(nnx.Module):
         cos_sin: dict[bool, tuple[Array, Array]],
         layout: CacheLayout,
         memory: list[Array],
+        kept: tuple[Rows, dict[bool, tuple[Array, Array]]] | None = None,
     ) -> tuple[Carry, LayerTrace]:
-        """One block (numerics 10). plan: its kind, static; layer: its number, traced inside a run."""
+        """One block (numerics 10). plan: its kind, static; layer: its number, traced inside a run.
+
+        kept: rows and their cos_sin that the layer goes on with, once the entries of all `rows` are stored.
+        """
         w = self.layers
         streams, state, selected, candidates = carry.streams, carry.state, carry.selected, carry.candidates
         if plan.engram >= 0:
@@ -206,11 +233,14 @@ class Transformer(nnx.Module):
             streams = self.engrams(plan.engram, streams, memory[plan.engram], rows.image)
         x, pre, post, comb = w.hc_attn(layer, streams, carry.pre)
         x = w.attn_norm(x, layer)
-        angles = cos_sin[plan.ratio > 0]
-        latent_query = w.attn.latent_query(layer, x)
         if plan.owns_kv:
             assert self.compressors is not None
             state = self.compressors(plan.kv_source, self.gates, x, rows, state, layout)
+        if kept is not None:
+            streams, x, pre, post, comb = kept[0].taken(rows, (streams, x, pre, post, comb))
+            rows, cos_sin = kept
+        angles = cos_sin[plan.ratio > 0]
+        latent_query = w.attn.latent_query(layer, x)
         if plan.owns_index:
             selected, made = self.select(plan, x, latent_query, angles, rows, state, layout, candidates)
             candidates = made if plan.is_candidate_source else candidates
@@ -244,11 +274,12 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """[N, D] -> fp32 logits [N, V] (numerics 15.2)."""
+        weight = self.head.weight[...]
+        if not hidden.dtype == weight.dtype == jnp.bfloat16:
+            hidden, weight = hidden.astype(jnp.float32), weight.astype(jnp.float32)
+        # Products of two bf16 are exact in fp32: no fp32 copy of the head, 2.65 GB in the released model.
         return jnp.einsum(
-            "td,vd->tv",
-            hidden.astype(jnp.float32),
-            self.head.weight[...].astype(jnp.float32),
-            precision=lax.Precision.HIGHEST,
+            "td,vd->tv", hidden, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
 
 

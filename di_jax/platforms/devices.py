@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -87,18 +88,32 @@ def _no_backend(platform: str | None, error: Exception) -> str:
     )
 
 
-def free_memory(devices: Sequence[jax.Device], utilization: float) -> int | None:
-    """Bytes that may still be allocated on each of `devices` under `engine.memory_utilization`: the least over them,
-    since all hold the same; None when none says. CPU devices share what the machine has."""
+@dataclasses.dataclass(frozen=True)
+class MemoryRoom:
+    """Memory of a device in bytes: what there is for us, and what is in use of that. shared: it is the machine's, which
+    everybody takes from, and `limit` is what is available of it now."""
+
+    limit: int
+    used: int = 0
+    shared: bool = False
+
+    def free(self, utilization: float) -> int:
+        """Bytes that may still be allocated under `engine.memory_utilization`."""
+        return int(self.limit * utilization) - self.used
+
+
+def memory_room(devices: Sequence[jax.Device], utilization: float) -> MemoryRoom | None:
+    """Of that one of `devices` with the least left under `utilization`, since all are to hold the same; None when none
+    tells. CPU devices share what the machine has."""
     if devices[0].platform == "cpu":
         available = available_memory()
-        return None if available is None else int(available * utilization) // len(devices)
+        return None if available is None else MemoryRoom(available // len(devices), shared=True)
     rooms = []
     for device in devices:
         stats = device.memory_stats() or {}
         if (limit := stats.get("bytes_limit")) is not None:
-            rooms.append(int(limit * utilization) - stats.get("bytes_in_use", 0))
-    return min(rooms, default=None)
+            rooms.append(MemoryRoom(limit, stats.get("bytes_in_use", 0)))
+    return min(rooms, key=lambda room: room.free(utilization), default=None)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

@@ -15,7 +15,10 @@ OPERATION = "compress_store"
 def store_window(
     ring: Array, layer: Array | int, kv: Array, rows: Rows, layout: CacheLayout, *, implementation: str = "auto"
 ) -> Array:
-    """Quantizes kv [T, d] and stores it at (layer, slot, position mod ring) of ring [layers, slots, ring, record]."""
+    """Quantizes kv [T, d] and stores it at (layer, slot, position mod ring) of ring [layers, slots, ring, record].
+
+    Rows below their sequence's `window_start` are left out.
+    """
     run = choose(OPERATION, implementation, {"reference": reference.store_window})
     return run(ring, layer, kv, rows, layout)
 
@@ -48,6 +51,9 @@ def store_entries(
     *,
     implementation: str = "auto",
 ) -> Array:
-    """Stores record [N, record] as entry [N] of the sequence of row [N] where emits [N]; returns the pool."""
+    """Stores record [N, record] as entry [N] of the sequence of row [N] where emits [N]; returns the pool.
+
+    Entries of positions below their sequence's `cached`, a multiple of the ratio, are left as they are.
+    """
     run = choose(OPERATION, implementation, {"reference": reference.store_entries})
     return run(pool, source, record, row, entry, emits, rows, layout)

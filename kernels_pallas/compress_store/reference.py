@@ -15,8 +15,8 @@ def store_window(ring: Array, layer: Array | int, kv: Array, rows: Rows, layout:
     ring_rows, slots = ring.shape[2], ring.shape[1]
     slot = rows.slot_of_rows(slots)
     # A chunk longer than the ring would write one row twice in an unspecified order: only its tail is stored.
-    end = rows.start[rows.sequence] + rows.count[rows.sequence]
-    slot = jnp.where(rows.position >= end - ring_rows, slot, slots)
+    first = jnp.maximum(rows.end - ring_rows, rows.window_start)
+    slot = jnp.where(rows.position >= first[rows.sequence], slot, slots)
     record = layout.formats.window.encode(kv)
     return ring.at[layer, slot, rows.position % ring_rows].set(record, mode="drop")
 
@@ -54,8 +54,7 @@ def store_pairs(ring: Array, ordinal: int, pair: Array, rows: Rows) -> Array:
     """See `api.store_pairs`."""
     ring_rows, slots = ring.shape[2], ring.shape[1]
     slot = rows.slot_of_rows(slots)
-    end = rows.start[rows.sequence] + rows.count[rows.sequence]
-    slot = jnp.where(rows.position >= end - ring_rows, slot, slots)
+    slot = jnp.where(rows.position >= rows.end[rows.sequence] - ring_rows, slot, slots)
     return ring.at[ordinal, slot, rows.position % ring_rows].set(pair, mode="drop")
 
 
@@ -66,5 +65,6 @@ def store_entries(
     table = rows.block_table[rows.sequence[row]]
     target = layout.entry_row(source, table, entry[:, None])[:, 0]
     flat = pool.reshape(-1, pool.shape[-1])
-    target = jnp.where(emits, target, flat.shape[0])
+    missing = entry * layout.config.kv_source_ratios[source] >= rows.cached[rows.sequence[row]]
+    target = jnp.where(emits & missing, target, flat.shape[0])
     return flat.at[target].set(record, mode="drop").reshape(pool.shape)

@@ -74,8 +74,11 @@ def sparse_attention(
         if not rows.decode:  # rows of this step are not in the ring yet: prefill reads history before it stores
             fresh = step_kv[rows.row_of(span, sequence)]
             keys = jnp.where((span >= rows.start[sequence])[:, None], fresh, keys)
+        # Below the first key that counts the ring holds what another sequence left: 0 * NaN would be NaN.
+        real = span >= rows.window_start[sequence]
+        keys = jnp.where(real[:, None], keys, 0)
         age = position[:, None] - span[None, :]
-        near = (age >= 0) & (age < window_rows) & (span >= 0)
+        near = (age >= 0) & (age < window_rows) & real
         if not chosen:
             empty = jnp.zeros((tile, 0, dim), dtype)
             return attend(q, keys, near, empty, jnp.zeros((tile, 0), bool), sink, scale)

@@ -183,7 +183,7 @@ def test_greedy_logits(subject: Subject) -> None:
         return
     prompt, ids = subject.ids("p64"), subject.golden("p64")["greedy_ids"].tolist()
     subject.feeder.feed([Lane(prompt)])
-    fed = subject.feeder.feed([Lane(ids[:-1], start=len(prompt), decode=True)])[0]
+    fed = subject.feeder.feed([Lane(ids[:-1], before=prompt, decode=True)])[0]
     assert np.abs(fed.logits - subject.golden("p64")["greedy_logits"][1:]).max() <= subject.bar
 
 
@@ -214,7 +214,7 @@ def test_a_wrong_block_table_is_seen(subject: Subject) -> None:
     ids, expected = subject.ids("p150"), subject.golden("p150")["logits"][100:]
     for blocks, right in ((own_blocks(9), False), (own_blocks(0), True)):
         subject.feeder.feed([Lane(ids[:100], blocks=own_blocks(0))])
-        rest = subject.feeder.feed([Lane(ids[100:], blocks=blocks, start=100)])[0]
+        rest = subject.feeder.feed([Lane(ids[100:], blocks=blocks, before=ids[:100])])[0]
         difference = np.abs(rest.logits - expected).max()
         assert difference <= subject.bar if right else difference > 0.05
 
@@ -222,15 +222,15 @@ def test_a_wrong_block_table_is_seen(subject: Subject) -> None:
 def test_a_sequence_that_does_not_start_at_zero_is_seen(subject: Subject) -> None:
     """Control: a wrong start makes the first rows read what the last sequence left in the rings."""
     subject.feeder.feed([Lane(subject.ids("p300"))])
-    late = subject.feeder.feed([Lane(subject.ids("p64"), start=40)])[0]
+    late = subject.feeder.feed([Lane(subject.ids("p64"), before=subject.ids("p300")[:40])])[0]
     assert subject.differs("p64", late)
 
 
 def test_a_sequence_in_the_slot_of_another_is_seen(subject: Subject) -> None:
-    """Control: the window, the open group and the n-gram history are read from the slot."""
+    """Control: the window and the open group are read from the slot."""
     ids = subject.ids("p150")
     subject.feeder.feed([Lane(ids[:75]), Lane(subject.ids("p300"), slot=1, blocks=own_blocks(1))])
-    wrong = subject.feeder.feed([Lane(ids[75:], slot=1, start=75)])[0]
+    wrong = subject.feeder.feed([Lane(ids[75:], slot=1, before=ids[:75])])[0]
     assert np.abs(wrong.logits - subject.golden("p150")["logits"][75:]).max() > 0.05
 
 

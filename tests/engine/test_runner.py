@@ -348,7 +348,7 @@ def test_released_cache_sizes() -> None:
     assert window.shape == (40, 2, 134, 528)
     encoder = REAL.candidate_source_layer_id
     assert nbytes(window) // 2 == 2_830_080 and nbytes(window) // 2 * encoder // 40 == 1_415_040
-    assert layout.bytes_per_slot == 2_830_080 + 3 * 7 * 2 * 512 * 4 + REAL.engram_history * 4 + 4
+    assert layout.bytes_per_slot == 2_830_080 + 3 * 7 * 2 * 512 * 4 + REAL.engram_history * 4 + 2 * 4
 
 
 def released_parameters() -> dict[str, nnx.Param]:

@@ -104,7 +104,7 @@ def test_any_requests(feed: str, chunk: int, lengths: list[int], num_blocks: int
     """Every row of every request comes back once, requests wait for room, and nothing is left held."""
     scorer = make(feed, chunk, num_blocks=num_blocks, num_slots=num_slots)
     score(scorer, *lengths)
-    scorer.ranks[0].ledgers[0].check()
+    scorer.ranks[0].ledgers[0].check([])
     assert scorer.ranks[0].ledgers[0].num_free_blocks == num_blocks
     for plan in plans(scorer):
         held = [b for c in plan.chunks for b in c.blocks]

@@ -10,24 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from di_jax.config import Config
-from di_jax.engine.block_manager import BlockManager
-from di_jax.engine.scheduler import DECODE, PREFILL, DataRank, Scheduler
-from di_jax.engine.sequence import Sequence, Status
-from di_jax.engine.step_plan import BucketLadder
 from di_jax.engine.step_policy import (
+    COMPLETION,
+    DECODE,
     MAX_DECODE_STREAK,
     MAX_PREFILL_STREAK,
+    NO_QUOTA,
+    PREFILL,
+    PROMPT,
     Demand,
     StepPolicy,
     VotingPolicy,
-    demand_of,
     make_policy,
 )
 from di_jax.errors import ConfigError
-from di_jax.sampling_params import SamplingParams
 
 NOTHING = Demand(False, False, decoding_percent=0)
-PROMPT = Demand(True, False, waits=True, decoding_percent=0)
+NEW = Demand(True, False, waits=True, decoding_percent=0)
 ANSWER = Demand(False, True)
 BOTH = Demand(True, True, waits=True)
 
@@ -39,51 +38,61 @@ demands = st.builds(
     used_percent=st.integers(0, 100),
     decoding_percent=st.integers(0, 100),
     waited_ms=st.integers(0, 5000),
-    prefill_ms=st.integers(0, 500),
+    prefill_us=st.integers(0, 500_000),
+    decode_us=st.integers(0, 100_000),
+    quota=st.integers(1, 2048) | st.just(NO_QUOTA),
 )
 histories = st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(demands, min_size=n, max_size=n), max_size=250))
 targets = st.none() | st.integers(1, 2000)
 
 
 def policies() -> list[StepPolicy]:
-    return [StepPolicy(), StepPolicy(ttft_target_ms=1000), StepPolicy(None, 50), StepPolicy(300, 50), VotingPolicy()]
+    targets = [
+        (),
+        (1000,),
+        (None, 50),
+        (300, 50),
+        (None, None, COMPLETION),
+        (300, 50, COMPLETION),
+        (None, None, PROMPT),
+    ]
+    return [*(StepPolicy(*those) for those in targets), VotingPolicy()]
 
 
 def kinds(policy: StepPolicy, steps: list[list[Demand]]) -> list[str | None]:
     return [policy.choose(step) for step in steps]
 
 
-@pytest.mark.parametrize("policy", policies(), ids=["plain", "ttft", "itl", "ttft and itl", "vote"])
+@pytest.mark.parametrize("policy", policies())
 def test_work_of_one_kind_runs_at_once(policy: StepPolicy) -> None:
     """However the policy weighs one against the other; and a process without work does not count."""
     assert policy.choose([NOTHING, NOTHING]) is None
     for _ in range(3):
-        assert policy.choose([NOTHING, PROMPT]) == PREFILL
+        assert policy.choose([NOTHING, NEW]) == PREFILL
     for _ in range(3):
         assert policy.choose([ANSWER, NOTHING]) == DECODE
-    assert policy.choose([PROMPT, PROMPT]) == PREFILL
+    assert policy.choose([NEW, NEW]) == PREFILL
 
 
-@given(steps=histories, ttft=targets, itl=targets, name=st.sampled_from(["default", "deepinfer"]))
-def test_all_processes_choose_alike_and_never_an_empty_step(
-    steps: list[list[Demand]], ttft: int | None, itl: int | None, name: str
-) -> None:
+@given(steps=histories, which=st.integers(0, len(policies()) - 1))
+def test_all_processes_choose_alike_and_never_an_empty_step(steps: list[list[Demand]], which: int) -> None:
     """Each feeds its own policy what it read off the exchange."""
-    own = [make_policy(name, ttft, itl) for _ in range(3)]
+    own = [policies()[which] for _ in range(3)]
     for step in steps:
         told = [Demand.from_numbers(demand.numbers()) for demand in step]
-        chosen = {policy.choose(told) for policy in own}
+        chosen = {(policy.choose(told), policy.budget(told)) for policy in own}
         assert len(chosen) == 1
-        kind = chosen.pop()
+        kind, budget = chosen.pop()
+        assert 1 <= budget <= NO_QUOTA
         possible = {PREFILL: any(d.can_prefill for d in step), DECODE: any(d.can_decode for d in step)}
         assert possible[kind] if kind else not any(possible.values())
 
 
-@given(steps=histories, ttft=targets, itl=targets)
+@given(steps=histories, ttft=targets, itl=targets, engine_type=st.sampled_from(["normal", COMPLETION]))
 def test_answers_stall_and_prompts_wait_for_a_bounded_number_of_steps(
-    steps: list[list[Demand]], ttft: int | None, itl: int | None
+    steps: list[list[Demand]], ttft: int | None, itl: int | None, engine_type: str
 ) -> None:
-    policy = StepPolicy(ttft, itl)
+    policy = StepPolicy(ttft, itl, engine_type)
     stalled = waited = 0
     for step in steps:
         prefill, decode = any(d.can_prefill for d in step), any(d.can_decode for d in step)
@@ -114,17 +123,80 @@ def test_with_a_ttft_target_prompts_give_way_until_half_of_it_is_over() -> None:
     assert kinds(policy, [[early]] * 5) == [DECODE] * 5
     assert policy.choose([ANSWER, late]) == PREFILL
     assert policy.choose([dataclasses.replace(ANSWER, waited_ms=900), early]) == DECODE, "it has room for no prompt"
-    assert policy.choose([early, dataclasses.replace(BOTH, decoding_percent=49)]) == PREFILL, "slots are empty"
-    assert policy.choose([ANSWER, PROMPT]) == PREFILL, "a process idles"
+    assert policy.choose([early, dataclasses.replace(BOTH, decoding_percent=50)]) == PREFILL, "slots are empty"
+    assert policy.choose([ANSWER, NEW]) == PREFILL, "a process idles"
 
 
 def test_with_an_itl_target_prefill_steps_in_a_row_fit_in_it() -> None:
-    def slow(ms: int) -> list[Demand]:
-        return [BOTH, dataclasses.replace(ANSWER, prefill_ms=ms)]
+    def slow(ms: int, decode_ms: int = 0) -> list[Demand]:
+        return [BOTH, dataclasses.replace(ANSWER, prefill_us=1000 * ms, decode_us=1000 * decode_ms)]
 
-    for ms, streak in ((0, 4), (10, 4), (20, 2), (50, 1), (400, 1)):
-        steps = kinds(StepPolicy(itl_target_ms=50), [slow(ms)] * (streak + 1))
-        assert steps == [*[PREFILL] * streak, DECODE], ms
+    for ms, decode_ms, streak in ((0, 0, 4), (10, 0, 4), (20, 0, 2), (20, 20, 1), (12, 25, 2), (50, 0, 1), (400, 0, 1)):
+        steps = kinds(StepPolicy(itl_target_ms=50), [slow(ms, decode_ms)] * (2 * streak + 1))
+        assert steps == [*[PREFILL] * streak, DECODE, *[PREFILL] * streak], (ms, decode_ms)
+
+
+def test_the_quota_is_what_the_decode_step_leaves_of_the_target() -> None:
+    assert StepPolicy().quota_s(0.01) is None and VotingPolicy().quota_s(0.01) is None
+    policy = StepPolicy(itl_target_ms=50)
+    assert policy.quota_s(0.0) == 0.05
+    assert policy.quota_s(0.02) == pytest.approx(0.03)
+    assert policy.quota_s(0.04) == policy.quota_s(0.9) == pytest.approx(0.0125), "a quarter at least"
+
+
+def test_the_least_quota_of_those_who_prefill_counts_while_somebody_decodes() -> None:
+    def budget(*step: Demand, itl: float | None = 50) -> int:
+        policy = StepPolicy(itl_target_ms=itl)
+        assert policy.choose(step) == PREFILL
+        return policy.budget(step)
+
+    wide, narrow = dataclasses.replace(NEW, quota=900), dataclasses.replace(NEW, quota=300)
+    assert budget(wide, narrow, ANSWER) == 300
+    assert budget(wide, narrow, NOTHING) == NO_QUOTA, "nobody waits for it"
+    assert budget(wide, dataclasses.replace(ANSWER, quota=10)) == 900, "it has nothing to prefill"
+    assert budget(BOTH, ANSWER) == NO_QUOTA, "its times are not known yet"
+    assert budget(wide, ANSWER, itl=None) == NO_QUOTA
+    assert budget(dataclasses.replace(NEW, quota=1), ANSWER) == 1
+
+
+def test_prefill_steps_in_a_row_share_one_quota() -> None:
+    """10 of 40 ms are spent, then 20 and 30; after the decode step the quota is whole again."""
+    step = [dataclasses.replace(BOTH, quota=1000, prefill_us=10_000, decode_us=10_000)]
+    policy, budgets = StepPolicy(itl_target_ms=50), []
+    for _ in range(6):
+        if policy.choose(step) == PREFILL:
+            budgets.append(policy.budget(step))
+    assert budgets == [1000, 750, 500, 250, 1000]
+
+
+@given(steps=histories, itl=st.integers(1, 500))
+def test_budgets_in_a_row_stay_within_the_quota(steps: list[list[Demand]], itl: int) -> None:
+    policy = StepPolicy(itl_target_ms=itl)
+    for step in steps:
+        kind = policy.choose(step)
+        budget = policy.budget(step)
+        if kind == PREFILL and any(d.can_decode for d in step):
+            assert budget == NO_QUOTA or budget <= min(d.quota for d in step if d.can_prefill)
+
+
+def test_a_completion_engine_lets_answers_go_first() -> None:
+    policy = StepPolicy(engine_type=COMPLETION)
+    assert kinds(policy, [[BOTH]] * 71) == [*[DECODE] * 70, PREFILL], "MAX_DECODE_STREAK"
+    assert kinds(policy, [[BOTH]] * 3) == [DECODE] * 3
+    assert policy.choose([NOTHING, NEW]) == PREFILL, "nobody decodes"
+    assert policy.choose([ANSWER, NEW]) == PREFILL, "a process idles"
+    assert policy.choose([dataclasses.replace(BOTH, decoding_percent=51)]) == DECODE
+    assert policy.choose([dataclasses.replace(BOTH, decoding_percent=50)]) == PREFILL
+    late = dataclasses.replace(BOTH, waited_ms=500)
+    assert StepPolicy(None, None, COMPLETION).choose([late]) == DECODE
+    assert StepPolicy(1000, None, COMPLETION).choose([late]) == PREFILL
+
+
+def test_a_prompt_engine_prefills_step_after_step() -> None:
+    policy = StepPolicy(1000, 50, PROMPT)
+    step = [dataclasses.replace(NEW, quota=7, prefill_us=10**6)]
+    assert kinds(policy, [step] * 20) == [PREFILL] * 20
+    assert policy.budget(step) == NO_QUOTA
 
 
 def test_the_vote_counts_decode_steps_between_its_points() -> None:
@@ -157,85 +229,77 @@ def test_the_vote_of_a_full_pool_and_the_second_vote() -> None:
     assert VotingPolicy().choose([full]) == PREFILL
     assert VotingPolicy().choose([fuller]) == DECODE
     assert VotingPolicy().choose([BOTH, fuller]) == DECODE
+    assert VotingPolicy(0.5).choose([dataclasses.replace(BOTH, used_percent=51)]) == DECODE
+    assert VotingPolicy(0.29).max_used_percent == 29
     stuck = dataclasses.replace(BOTH, can_prefill=False)
     assert VotingPolicy().choose([stuck, stuck]) == DECODE, "all want, none has work"
     assert VotingPolicy().choose([stuck, BOTH]) == PREFILL
 
 
 def test_demands_are_exchanged_as_whole_numbers() -> None:
-    demand = Demand(True, False, True, 17, 33, 2**40, 12)
+    demand = Demand(True, False, True, 17, 33, 2**40, 12, 7, 300)
     numbers = demand.numbers()
-    assert numbers.dtype == np.int32 and numbers.shape == (7,)
+    assert numbers.dtype == np.int32 and numbers.shape == (9,)
     assert Demand.from_numbers(numbers) == dataclasses.replace(demand, waited_ms=2**31 - 1)
+    assert Demand.from_numbers(BOTH.numbers()) == BOTH
 
 
-def make_scheduler(num_blocks: int = 10, slots: int = 4, ranks: int = 1) -> Scheduler:
-    ladder = BucketLadder.derive(max_num_batched_tokens=128, max_num_seqs=slots, max_context_blocks=8, cp=1)
-    data_ranks = [DataRank([BlockManager(num_blocks, slots, 128, rank)]) for rank in range(ranks)]
-    return Scheduler(data_ranks, ladder, max_num_batched_tokens=128)
+@dataclasses.dataclass
+class Process:
+    """Prompts of so many chunks that wait for a slot or run, and tokens that running answers have to go."""
 
+    slots: int
+    waiting: list[list[int]]  # arrival, chunks, tokens
+    prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    answers: list[int] = dataclasses.field(default_factory=list)
 
-def sequence(name: str, prompt: int, answer: int) -> Sequence:
-    return Sequence(name, 0, [1] * prompt, SamplingParams(temperature=0), 7, max_tokens=answer)
+    def demand(self, now: int) -> Demand:
+        room = len(self.prompts) + len(self.answers) < self.slots
+        first = [arrived for arrived, *_ in (*self.prompts, *self.waiting) if arrived <= now]
+        return Demand(
+            bool(self.prompts) or (room and bool(first)),
+            bool(self.answers),
+            bool(first),
+            decoding_percent=100 * len(self.answers) // self.slots,
+            waited_ms=10 * (now - min(first)) if first else 0,
+            prefill_us=5000,
+        )
 
+    def run(self, kind: str, now: int) -> None:
+        if kind == DECODE:
+            self.answers = [tokens - 1 for tokens in self.answers if tokens > 1]
+            return
+        while self.waiting and self.waiting[0][0] <= now and len(self.prompts) + len(self.answers) < self.slots:
+            self.prompts.append(self.waiting.pop(0))
+        for prompt in self.prompts[:2]:  # chunks of a step
+            prompt[1] -= 1
+            if not prompt[1]:
+                self.prompts.remove(prompt)
+                self.answers += [prompt[2] - 1] if prompt[2] > 1 else []
 
-def run(scheduler: Scheduler, kind: str) -> None:
-    """A step: every sampled token is appended, answers end by length."""
-    batch = scheduler.schedule(kind)
-    scheduler.computed(batch)
-    for work in batch.work:
-        if work.chunk.sample:
-            work.sequence.output_ids.append(1)
-            if len(work.sequence.output_ids) >= work.sequence.max_tokens:
-                scheduler.finish(work.sequence, "length")
-
-
-def test_a_demand_says_what_a_scheduler_could_do() -> None:
-    scheduler, arrived = make_scheduler(), {"long": 200.0, "next": 30.0, "last": 20.0}
-
-    def demand() -> Demand:
-        return demand_of(scheduler, lambda one: arrived[one.request_id], 12.7)
-
-    assert demand() == Demand(False, False, False, 0, 0, 0, 12)
-    scheduler.add(sequence("long", 200, 100))
-    assert demand() == Demand(True, False, True, 0, 0, 200, 12)
-    run(scheduler, PREFILL)
-    assert demand() == Demand(True, False, True, 30, 0, 200, 12), "its second chunk waits"
-    run(scheduler, PREFILL)
-    assert demand() == Demand(False, True, False, 30, 25, 0, 12)
-    scheduler.add(sequence("next", 900, 100))
-    scheduler.add(sequence("last", 10, 10))
-    assert demand() == Demand(False, True, True, 30, 25, 30, 12), "no room for the next, nor past it"
+    @property
+    def left(self) -> bool:
+        return bool(self.waiting or self.prompts or self.answers)
 
 
 @given(data=st.data())
 def test_processes_in_lockstep_finish_everything(data: st.DataObject) -> None:
-    """Some idle, some full: every request of every process ends, and no answer stalls longer than the policy says."""
-    make = data.draw(st.sampled_from(policies()))
-    many = data.draw(st.integers(1, 3))
-    schedulers = [
-        make_scheduler(data.draw(st.integers(8, 16)), ranks=data.draw(st.integers(1, 2))) for _ in range(many)
-    ]
-    sizes = st.tuples(st.integers(1, 500), st.integers(1, 30), st.integers(0, 40), st.integers(0, many - 1))
-    arrivals = data.draw(st.lists(sizes, max_size=10))
-    everything = [(sequence(str(n), p, a), at, where) for n, (p, a, at, where) in enumerate(arrivals)]
+    """Some idle, some full: all ends, and no answer stalls longer than the policy says."""
+    policy = data.draw(st.sampled_from(policies()))
+    requests = st.tuples(st.integers(0, 40), st.integers(1, 4), st.integers(1, 30)).map(list)
+    crowd = st.lists(requests, max_size=6).map(lambda many: sorted(many, key=lambda one: one[0]))
+    processes = [Process(data.draw(st.integers(1, 4)), data.draw(crowd)) for _ in range(data.draw(st.integers(1, 3)))]
     now = stalled = 0
-    waiting = list(everything)
-    while waiting or any(s.has_work for s in schedulers):
-        idle = not any(s.has_work for s in schedulers)
-        for arrival in [one for one in waiting if one[1] <= now or idle]:
-            waiting.remove(arrival)
-            schedulers[arrival[2]].add(arrival[0])
-        told = [demand_of(s, lambda one, now=now: 10.0 * now, 5) for s in schedulers]
-        kind = make.choose(told)
-        assert kind is not None
-        stalled = stalled + 1 if kind == PREFILL and any(d.can_decode for d in told) else 0
-        assert stalled <= MAX_PREFILL_STREAK or isinstance(make, VotingPolicy)
-        for scheduler in schedulers:
-            run(scheduler, kind)
+    while any(process.left for process in processes):
+        told = [process.demand(now) for process in processes]
+        kind = policy.choose(told)
+        if kind is not None:
+            stalled = stalled + 1 if kind == PREFILL and any(d.can_decode for d in told) else 0
+            assert stalled <= MAX_PREFILL_STREAK or isinstance(policy, VotingPolicy)
+            for process in processes:
+                process.run(kind, now)
         now += 1
-        assert now < 3000
-    assert all(one.status is Status.FINISHED and len(one.output_ids) == one.max_tokens for one, _, _ in everything)
+        assert now < 5000
 
 
 def test_the_config_names_the_policy() -> None:
@@ -245,5 +309,10 @@ def test_the_config_names_the_policy() -> None:
         Config.from_dict({"engine": {"policy": "deepinfer", "ttft_target_ms": 100}})
     with pytest.raises(ConfigError, match=r"engine\.policy"):
         Config.from_dict({"engine": {"policy": "fifo"}})
-    own = make_policy("default", 200.0, 40.0)
+    own = make_policy("default", 200.0, 40.0, engine_type=COMPLETION, watermark=0.5)
     assert (own.ttft_target_ms, own.itl_target_ms) == (200.0, 40.0) and not isinstance(own, VotingPolicy)
+    assert own.engine_type == COMPLETION
+    vote = make_policy("deepinfer", watermark=0.8)
+    assert isinstance(vote, VotingPolicy) and vote.max_used_percent == 80
+    with pytest.raises(ValueError, match=r"deepinfer has no vote with engine\.type = prompt"):
+        make_policy("deepinfer", engine_type=PROMPT)

@@ -25,12 +25,14 @@ def small_layout(formats: CacheFormats = PLAIN, *, blocks: int = 12, **changes: 
 
 @dataclasses.dataclass
 class Piece:
-    """Rows of one sequence in a step. blocks: its block table."""
+    """Rows of one sequence in a step. blocks: its block table; window_start and cached as in `Rows`."""
 
     start: int
     count: int
     slot: int
     blocks: Sequence[int]
+    window_start: int = 0
+    cached: int = 0
 
     @property
     def positions(self) -> range:
@@ -59,6 +61,8 @@ def rows_of(pieces: Sequence[Piece], *, tile: int, padding_tiles: int = 1) -> tu
         slot=field([p.slot for p in pieces]),
         block_table=jnp.asarray(tables),
         decode=tile == 1,
+        window_start=field([p.window_start for p in pieces]),
+        cached=field([p.cached for p in pieces]),
     )
     return rows, first
 

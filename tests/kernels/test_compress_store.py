@@ -109,26 +109,31 @@ def test_a_tile_does_its_share_of_the_work(ratio: int, start: int) -> None:
     assert row[emits].tolist() == [t - start for t in ends]
 
 
+@pytest.mark.parametrize("window_start", [0, 11, 35, 60])
 @pytest.mark.parametrize("count", [3, 22, 40])
-def test_window_rows_land_at_position_mod_ring(count: int) -> None:
-    """A chunk longer than the ring stores its tail; other slots, layers and older rows stay as they are."""
+def test_window_rows_land_at_position_mod_ring(count: int, window_start: int) -> None:
+    """A chunk longer than the ring stores its tail, from the first row on that a window may hold; other slots, layers
+    and older rows stay as they are."""
     layout = small_layout()
     ring_rows, start = layout.config.window_ring, 9
     before = np.random.default_rng(0).normal(size=(2, 4, ring_rows, DIM)).astype(np.float32)
-    rows, _ = rows_of([Piece(start, count, 2, BLOCKS[0])], tile=TILE)
+    rows, _ = rows_of([Piece(start, count, 2, BLOCKS[0], window_start)], tile=TILE)
     kv = np.random.default_rng(1).normal(size=(rows.num_rows, DIM)).astype(np.float32)
     after = np.asarray(api.store_window(jnp.asarray(before), 1, jnp.asarray(kv), rows, layout))
     expected = before.copy()
     for row, position in enumerate(range(start, start + count)):
-        expected[1, 2, position % ring_rows] = kv[row]
+        if position >= window_start:
+            expected[1, 2, position % ring_rows] = kv[row]
     np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.parametrize("cached", [0, 16])
 @pytest.mark.parametrize("source", [0, 1, 2])
-def test_entries_land_in_their_pages(source: int) -> None:
+def test_entries_land_in_their_pages(source: int, cached: int) -> None:
+    """Those that were there before a prefix hit stay as they are."""
     layout = small_layout()
     ratio = layout.config.kv_source_ratios[source]
-    pieces = [Piece(5, 30, 0, BLOCKS[0]), Piece(0, 17, 1, BLOCKS[1])]
+    pieces = [Piece(5, 30, 0, BLOCKS[0], cached=cached), Piece(0, 17, 1, BLOCKS[1])]
     rows, first = rows_of(pieces, tile=TILE)
     before = np.random.default_rng(0).normal(size=(layout.num_blocks, layout.rows_per_block, DIM)).astype(np.float32)
     row, position, emits = reference.group_ends(rows, ratio)
@@ -139,7 +144,7 @@ def test_entries_land_in_their_pages(source: int) -> None:
     expected, where = before.copy(), {int(r): i for i, r in enumerate(row) if emits[i]}
     for piece, start in zip(pieces, first):
         for offset, t in enumerate(piece.positions):
-            if t % ratio == ratio - 1:
+            if t % ratio == ratio - 1 and t >= piece.cached:
                 expected[page_of(layout, source, piece.blocks, t // ratio)] = record[where[start + offset]]
     np.testing.assert_array_equal(after, expected)
 

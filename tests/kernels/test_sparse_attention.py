@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -103,11 +104,11 @@ class Case:
         frequency = inverse_frequencies(CONFIG, True).astype(np.float64)
         for piece, first, history in zip(self.pieces, self.first, self.history):
             for row, position in enumerate(piece.positions, first):
-                keys = list(history[max(0, position - window + 1) : position + 1])
+                keys = list(history[max(piece.window_start, position - window + 1) : position + 1])
                 if not window_only:
                     for entry in self.selected[row][self.selected[row] >= 0].tolist():
                         keys.append(self.entries[page_of(self.layout, self.source, piece.blocks, entry)])
-                k = np.stack(keys)
+                k = np.stack(keys) if keys else np.zeros((0, DIM))
                 logit = self.query[row].astype(np.float64) @ k.T * SCALE
                 weight = np.exp(logit)
                 value = weight @ k / (weight.sum(-1, keepdims=True) + np.exp(self.sink.astype(np.float64))[:, None])
@@ -159,6 +160,21 @@ def test_entries_come_from_the_source(source: int) -> None:
 @given(st.tuples(*[st.integers(0, 40)] * 3), st.tuples(*[st.integers(1, 8)] * 3))
 def test_any_seams(starts: tuple[int, ...], counts: tuple[int, ...]) -> None:
     assert Case(prefill(*starts, counts=counts), 8).error() < 1e-5
+
+
+@pytest.mark.parametrize("window_only", [False, True])
+@pytest.mark.parametrize("bounds", [(0, 33, 30), (17, 40, 51), (30, 48, 64)])
+def test_windows_end_at_their_start(bounds: tuple[int, ...], window_only: bool) -> None:
+    """In the history, at the first row or inside the chunk. Rows below it see the selected entries and the sink alone,
+    and no row reads what the ring holds there. Control: a bound that is one row off."""
+    pieces = [dataclasses.replace(p, window_start=b) for p, b in zip(prefill(17, 40, 43), bounds)]
+    case = Case(pieces, 8)
+    for piece in pieces:
+        for position in range(max(0, piece.start - RING), min(piece.start, piece.window_start)):
+            case.ring[piece.slot, position % RING] = np.nan
+    assert case.error(window_only=window_only) < 1e-5
+    case.pieces = [dataclasses.replace(p, window_start=max(0, p.window_start - 1)) for p in pieces]
+    assert case.error(window_only=window_only) > 1e-3
 
 
 def test_a_window_that_is_one_row_off_is_seen() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_model import PROMPTS, Feeder, Lane, golden
+from golden_model import PROMPTS, TINY, Feeder, Lane, golden, tiny_model
 
 from di_jax.model.linear import Numerics
 
@@ -51,3 +53,16 @@ def test_activations_are_quantized_with_bfloat16_alone() -> None:
     assert not Numerics.create("bfloat16", wo_a_input="bf16").quantize_wo_a_input
     assert not Numerics.create("float32").quantize_activations
     assert any((logits("auto")[p] != logits(False)[p]).any() for p in POOLED)
+
+
+def test_the_head_is_read_as_it_is_stored() -> None:
+    """bf16 rows meet the bf16 head without an fp32 copy of it, and give what the copies gave: products of two bf16 are
+    exact in fp32. Control: fp32 rows need the copy."""
+    model = tiny_model(Numerics.create("bfloat16"))
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, TINY.hidden_size)), jnp.bfloat16)
+    logits = model.logits(hidden)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, model.logits(hidden.astype(jnp.float32)), rtol=0, atol=1e-5)
+    copy = f"f32[{TINY.vocab_size},{TINY.hidden_size}]"
+    assert copy not in str(jax.make_jaxpr(model.logits)(hidden))
+    assert copy in str(jax.make_jaxpr(model.logits)(hidden.astype(jnp.float32)))

@@ -59,7 +59,7 @@ def draft_leaves() -> dict[str, Array]:
 def rows_of(bucket: Bucket, buffer: Array) -> Rows:
     plan = bucket.unpack(buffer)
     names = ("token", "tile_sequence", "start", "first_row", "count", "slot", "block_table")
-    return make_rows(*(plan[name] for name in names), decode=bucket.decode)
+    return make_rows(*(plan[name] for name in names), decode=bucket.decode, history=plan.get("history"))
 
 
 @dataclasses.dataclass

@@ -27,19 +27,34 @@ IDS = [0, 671, 6102, 99091, 17, 5]
 
 @partial(jax.jit, static_argnums=(0, 5))
 def hash_step(graph: Any, state: Any, packed: Array, image: Array, history: Array, decode: bool) -> tuple[Array, Array]:
-    """packed: token [T], then start, count and slot. One sequence a step."""
+    """packed: token [T], the ids before them, then start, count and slot. One sequence a step."""
     ngram: NgramHash = nnx.merge(graph, state)
-    token, (start, count, slot) = packed[:-3], packed[-3:]
+    token, before, (start, count, slot) = packed[: len(image)], packed[len(image) : -3], packed[-3:]
     one = jnp.zeros(1, jnp.int32)
-    rows = make_rows(token, one, start[None], one, count[None], slot[None], one[:, None], decode=decode, image=image)
+    rows = make_rows(
+        token,
+        one,
+        start[None],
+        one,
+        count[None],
+        slot[None],
+        one[:, None],
+        decode=decode,
+        image=image,
+        history=None if decode else before[None],
+    )
     look, history = ngram.lookback(rows, history)
     return ngram(look), history
 
 
 class Hasher:
-    """Feeds one sequence after the other through the device hash, in chunks; the history stays between steps."""
+    """Feeds one sequence after the other through the device hash, in chunks; the history stays between steps.
 
-    def __init__(self, config: ModelConfig, tables: EngramTables) -> None:
+    look_back: ids that a prefill step is told of those before it.
+    """
+
+    def __init__(self, config: ModelConfig, tables: EngramTables, look_back: int = 3) -> None:
+        self.look_back = look_back
         self.graph, self.state = nnx.split(NgramHash(config, tables))
         self.history = jnp.full((SLOTS, config.engram_history), 7, jnp.int32)  # another sequence was here
 
@@ -50,10 +65,13 @@ class Hasher:
         while start < len(ids):
             count = min(next(sizes, ROWS), len(ids) - start)
             width = 1 if count == 1 else ROWS
-            token, image = np.zeros(width + 3, np.int32), np.zeros(width, bool)
+            token, image = np.zeros(width, np.int32), np.zeros(width, bool)
             token[:count], image[:count] = ids[start : start + count], dead[start : start + count]
-            token[width:] = start, count, slot
-            rows, self.history = hash_step(self.graph, self.state, token, image, self.history, width == 1)
+            before = np.full(self.look_back, DEAD, np.int32)
+            for back in range(1, min(start, self.look_back) + 1):
+                before[-back] = DEAD if dead[start - back] else ids[start - back]
+            packed = np.concatenate([token, before, np.array([start, count, slot], np.int32)])
+            rows, self.history = hash_step(self.graph, self.state, packed, image, self.history, width == 1)
             out.append(np.asarray(rows)[:, :count])
             start += count
         return np.concatenate(out, axis=1).transpose(1, 0, 2)
@@ -121,6 +139,22 @@ def test_any_cuts_equal_the_reference(tokens: list[tuple[int, bool]], cuts: list
     ids, dead = [t for t, _ in tokens], [d for _, d in tokens]
     mapped = tiny_tables().token_map[ids]
     np.testing.assert_array_equal(tiny_hasher()(ids, dead, cuts, slot), hash_ids(tiny_tables(), mapped, np.array(dead)))
+
+
+def test_prefill_looks_back_at_what_came_with_it() -> None:
+    """As far as any n-gram reaches, wherever the chunk starts; the slot may have been another sequence's. Controls: an
+    id fewer, and a wrong one, which reaches the rows that far behind it."""
+    ids, dead = list(range(40, 60)), [False] * 20
+    expected = tiny_hasher()(ids, dead, [16, 4])
+    for look_back, right in ((3, True), (5, True), (2, False)):
+        hasher = Hasher(TINY, tiny_tables(), look_back)
+        np.testing.assert_array_equal(hasher(ids, dead, [7])[:7], expected[:7])
+        hasher.history = jnp.full_like(hasher.history, 9)  # taken by another sequence since
+        same = (hasher(ids, dead, [7, 9, 4]) == expected).all(axis=(1, 2))
+        assert same.tolist() == [right or t not in (7, 16) for t in range(20)]
+    ids[6] = 99
+    differs = (tiny_hasher()(ids, dead, [7, 13]) != expected).any(axis=(1, 2))
+    assert np.flatnonzero(differs).tolist() == [6, 7, 8, 9]
 
 
 def test_the_look_back_latches() -> None:

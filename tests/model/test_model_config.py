@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_model import CHECKPOINT, GOLDEN, TINY
+from golden_model import CHECKPOINT, GOLDEN, REAL, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from di_jax.model.config import ModelConfig, ModelConfigError
+from di_jax.errors import ConfigError
+from di_jax.model.config import ModelConfig, ModelConfigError, check_decoder_replay
 
 DRAFT = {
     "dspark_target_layer_ids": [8, 10],
@@ -185,3 +187,33 @@ def test_any_value_is_taken_or_refused(field: str, value: Any) -> None:
         assert str(error).startswith("config.json: ")
     else:
         assert len(config.layers) == config.num_hidden_layers and config.compressor_ring > 0
+
+
+def test_released_models_can_replay() -> None:
+    """With the spec's default of 140 rows, and with the fewest: window + 6 (numerics 13.3)."""
+    assert (REAL.first_decoder_layer, TINY.first_decoder_layer) == (20, 6)
+    for config, least in ((REAL, 134), (TINY, 22)):
+        check_decoder_replay(config, 140)
+        check_decoder_replay(config, least)
+        with pytest.raises(ConfigError, match=rf"engine.replay.keep_tokens: {least - 1} rows .* \+ 5 \+ 1 = {least}"):
+            check_decoder_replay(config, least - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dspark_target_layer_ids": (6, 8)}, r"dspark_target_layer_ids \[6, 8\].* after layer 6"),
+        ({"engram_layer_ids": (1, 6)}, r"engram_layer_ids \[1, 6\] have to lie before layer 6"),
+        ({"kv_source_layer_ids": (2, 4, 6, 8)}, r"layer_id = 6 .*the last KV source of \[2, 4, 6, 8\]"),
+        ({"index_source_layer_ids": (2, 4, 8)}, r"candidate_source_layer_id = 6 has to be an index source"),
+        ({"kv_source_layer_ids": (), "index_source_layer_ids": ()}, "no KV source"),
+    ],
+)
+def test_models_whose_later_layers_need_every_row_cannot_replay(changes: dict[str, Any], why: str) -> None:
+    """Numerics 13.6; the message names the key that turns replay off."""
+    with pytest.raises(ConfigError, match=rf"engine.replay.decoder: .*{why}.*engine.replay.decoder: off"):
+        check_decoder_replay(dataclasses.replace(TINY, **changes), 140)
+
+
+def test_a_model_without_a_draft_has_no_taps() -> None:
+    check_decoder_replay(dataclasses.replace(TINY, num_nextn_predict_layers=0, dspark_target_layer_ids=(1,)), 140)

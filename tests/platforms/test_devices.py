@@ -11,7 +11,7 @@ import pytest
 
 from di_jax.config import Config, load_config
 from di_jax.errors import ConfigError
-from di_jax.platforms.devices import available_memory, configure_jax, free_memory, require_devices
+from di_jax.platforms.devices import MemoryRoom, available_memory, configure_jax, memory_room, require_devices
 
 GB = 2**30
 HUGE = 2**63 - 4096  # what version 1 says for no limit
@@ -148,14 +148,20 @@ def test_the_limit_of_a_control_group_binds_where_it_is_lower(
 
 
 def test_a_device_tells_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {"bytes_limit": 1000, "bytes_in_use": 300}
-    device: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    assert free_memory([device], 0.5) == 200
-    fuller: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: stats | {"bytes_in_use": 400})
-    assert free_memory([device, fuller, device], 0.5) == 100
-    silent: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
-    assert free_memory([silent], 0.5) is None
+    """The one with the least left counts, which need not be the smallest."""
+
+    def device(**stats: int) -> Any:
+        return SimpleNamespace(platform="gpu", memory_stats=lambda: stats or None)
+
+    empty, full, small = (device(bytes_limit=n, bytes_in_use=used) for n, used in ((1000, 300), (1000, 400), (500, 0)))
+    assert memory_room([empty], 0.5) == MemoryRoom(1000, 300)
+    assert memory_room([empty, full, small], 0.5) == MemoryRoom(1000, 400)
+    assert memory_room([empty, full, small], 0.9) == MemoryRoom(500, 0)
+    assert MemoryRoom(1000, 400).free(0.5) == 100
+    assert memory_room([device()], 0.5) is None
     monkeypatch.setattr("di_jax.platforms.devices.available_memory", lambda: 1000)
     cpu: Any = SimpleNamespace(platform="cpu")
-    assert free_memory([cpu], 0.5) == 500
-    assert free_memory([cpu] * 4, 0.5) == 125
+    assert memory_room([cpu], 0.5) == MemoryRoom(1000, shared=True)
+    assert memory_room([cpu] * 4, 0.5) == MemoryRoom(250, shared=True)
+    monkeypatch.setattr("di_jax.platforms.devices.available_memory", lambda: None)
+    assert memory_room([cpu], 0.5) is None

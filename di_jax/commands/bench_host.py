@@ -1,0 +1,275 @@
+"""`bench`, kind host: what a step costs the host, over a device that answers at once (cli-contract, bench).
+
+The engine, its scheduler, ledgers and prefix cache are the real ones, with the sizes of the model that `model.path`
+names; weights are not read and nothing runs on a device. Left out is therefore what jax itself takes to send a step off
+and to fetch its tokens; rows of kind engine have that.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from tqdm import tqdm
+
+from di_jax.commands.plan import released_config
+from di_jax.config import BenchGroup, Config
+from di_jax.engine.engine import Engine
+from di_jax.engine.memory_sizing import blocks_per_sequence
+from di_jax.engine.metrics import StepReport
+from di_jax.engine.runner import TOKENS, ModelRunner, StepOutput
+from di_jax.engine.setup import EngineParts, build_ladder
+from di_jax.engine.state_programs import Snapshot, StateCopies
+from di_jax.engine.step_plan import Bucket, StepPlan
+from di_jax.engine.step_policy import DECODE, PREFILL
+from di_jax.errors import UserError
+from di_jax.model.cache import CacheLayout
+from di_jax.model.linear import Numerics
+from di_jax.parallel.mesh import Parallel
+from di_jax.platforms.devices import require_devices
+from di_jax.sampling_params import SamplingParams
+from di_jax.tokenizer import Tokenizer
+
+SEED = 20260910
+# What planning a step and handling its tokens may take, at 256 running requests.
+BUDGET_US = 300.0
+NOTE = (
+    "microseconds, medians over the steps counted, *_p99 their 99th percentiles; host = schedule + post; launch: "
+    "packing the plans, without jax; roofline_fraction = budget_us / host_us, above 1 where the host is fast enough"
+)
+ANSWERS = 64  # results that a NullRunner gives in turn
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NullOutput(StepOutput):
+    """Results that are on the host already; leading axis of this process's ranks."""
+
+    def host(self) -> list[StepOutput]:
+        return [StepOutput(token, logprob, None, None, None) for token, logprob in zip(self.token, self.logprob)]
+
+
+class NullRunner(ModelRunner):
+    """A device that does nothing: steps return at once with random tokens, never the end token."""
+
+    def __init__(self, config: Config, layout: CacheLayout, rows: int) -> None:
+        self.layout, self.parallel, self.plan = layout, Parallel(config.mesh.plan), config.mesh.plan
+        self.mesh = self.plan.build(require_devices(config))
+        self.local_ranks, self.resets = list(range(self.plan.world)), 0
+        random, shape = np.random.default_rng(SEED), (ANSWERS, self.plan.world, rows)
+        tokens = random.integers(0, layout.config.vocab_size - 1, shape, np.int32)
+        tokens += tokens >= layout.config.eos_token_id
+        logprobs = -random.exponential(1.0, shape).astype(np.float32)
+        self._answers = itertools.cycle([NullOutput(*pair, None, None, None) for pair in zip(tokens, logprobs)])  # type: ignore[arg-type]
+        self._rings: dict[int, np.ndarray] = {}  # by layers
+
+    def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int = 2) -> None:
+        """Nothing is compiled."""
+
+    def warm_up_programs(self, snapshot_layers: int | None) -> None:
+        """Nothing is compiled."""
+
+    def execute(self, plans: Sequence[StepPlan], outputs: str = TOKENS) -> StepOutput:
+        return next(self._answers)
+
+    def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
+        """There is nothing to copy."""
+
+    def snapshot(self, slots: Sequence[int], layers: int) -> Snapshot:
+        if layers not in self._rings:
+            window = self.layout.abstract().window
+            self._rings[layers] = np.zeros((1, layers, *window.shape[2:]), window.dtype)
+            self._rings[layers].flags.writeable = False  # as what a device sends
+        return Snapshot([cast(Any, self._rings[layers]) if slot >= 0 else None for slot in slots])
+
+    def restore(self, slots: Sequence[int], rings: Sequence[np.ndarray | None], layers: int) -> None:
+        """There is nothing to restore to."""
+
+    def repair(self) -> None:
+        """Nothing was lost."""
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def null_engine(config: Config) -> Engine:
+    """The engine of `config` over a `NullRunner`, with blocks for engine.max_num_seqs requests at full length.
+
+    Raises ConfigError for a model that is not known without its weights (`plan`), or for more ranks than devices.
+    """
+    model = released_config(config.model.path, config.model.revision)
+    numerics = Numerics.create(config.model.dtype, quantize_caches=config.model.quantize_caches)
+    engine, ladder = config.engine, build_ladder(config, model.engram_look_back)
+    blocks = engine.num_blocks or blocks_per_sequence(engine) * engine.max_num_seqs
+    layout = CacheLayout(model, numerics.formats, blocks, engine.max_num_seqs)
+    rows = max(ladder.decode_rows[-1], *(bucket.sequences for bucket in ladder.buckets()))
+    runner = NullRunner(config, layout, rows)
+    tokenizer = cast(Tokenizer, None)  # answers stay ids
+    return Engine(EngineParts(model, Path(config.model.path), tokenizer, runner, ladder, layout), engine)
+
+
+@dataclass
+class Times:
+    """Of one step, in seconds, and how many sequences and tokens it fed."""
+
+    kind: str
+    num_sequences: int
+    num_tokens: int
+    schedule: float
+    launch: float
+    post: float
+
+    @property
+    def host(self) -> float:
+        return self.schedule + self.post
+
+
+@dataclass
+class Pauses:
+    """Garbage collections: their number by generation, and seconds of each."""
+
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """What one run over a batch took: of every request to be taken in, of every step, in garbage collections."""
+
+    admissions: list[float]
+    steps: list[Times]
+    pauses: Pauses
+
+
+def measure(config: Config, bar: Callable[..., tqdm]) -> list[Row]:
+    """The rows of all of `bench.batch_sizes`. bar: makes a progress bar of so many runs.
+
+    Raises UserError when the requests of a row never run together.
+    """
+    engine, bench = null_engine(config), config.bench
+    rows = []
+    with bar(total=len(bench.batch_sizes) * (bench.repeats + 1)) as progress:
+        for batch in bench.batch_sizes:
+            runs = []
+            for number in range(bench.repeats + 1):
+                runs.append(answer(engine, bench, batch, f"{batch}/{number}"))
+                progress.update()
+            rows += [_row(engine, phase, bench, batch, runs[1:]) for phase in (PREFILL, DECODE)]
+    return rows
+
+
+def answer(engine: Engine, bench: BenchGroup, batch: int, salt: str) -> Run:
+    """Answers `batch` prompts that come at once with `bench.output_len` tokens each.
+
+    salt: of the prefix cache; no two runs share prefixes. Lengths are spread over a block, as those of requests that
+    come by and by are: else all sequences would complete their blocks in the same steps.
+    """
+    random, block = np.random.default_rng(SEED), engine.parts.layout.block_size
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=bench.output_len, ignore_eos=True, detokenize=False, cache_salt=salt
+    )
+    lengths = [max(1, bench.prompt_len - index * block // batch) for index in range(batch)]
+    prompts = [random.integers(0, engine.parts.model_config.vocab_size, length).tolist() for length in lengths]
+    admissions, calls = [], []
+    with _pauses() as pauses:
+        for prompt in prompts:
+            began = time.perf_counter()
+            engine.add_request(prompt, sampling)
+            admissions.append(time.perf_counter() - began)
+        while True:
+            began = time.perf_counter()
+            report = engine.step()
+            seconds = time.perf_counter() - began
+            if report is None:
+                break
+            calls.append((seconds, report))
+    return Run(admissions, _times(calls, ahead=engine.config.async_scheduling), pauses)
+
+
+def _times(calls: Sequence[tuple[float, StepReport]], ahead: bool) -> list[Times]:
+    """Of the steps but the last. A call of `Engine.step` handles the step that it reports, to which metrics belong that
+    `post_s` leaves out, after it launched the one that the next call reports (the first call: both), or with ahead
+    False the same one."""
+    found: list[Times] = []
+    for (seconds, report), (_, following) in itertools.pairwise(calls):
+        launched = [following] if ahead and found else [report, following] if ahead else [report]
+        post = seconds - report.wait_s - sum(one.schedule_s + one.launch_s for one in launched)
+        found.append(
+            Times(report.kind, report.num_sequences, report.num_tokens, report.schedule_s, report.launch_s, post)
+        )
+    return found
+
+
+@contextmanager
+def _pauses() -> Iterator[Pauses]:
+    """Records garbage collections. One before keeps what earlier runs left from counting."""
+    pauses, began = Pauses(), 0.0
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            pauses.counts[info["generation"]] += 1
+            pauses.seconds.append(time.perf_counter() - began)
+
+    gc.collect()
+    gc.callbacks.append(watch)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(watch)
+
+
+def _row(engine: Engine, phase: str, bench: BenchGroup, batch: int, runs: Sequence[Run]) -> Row:
+    """One row of the results. A decode step counts when all requests take part."""
+    full = 1 if phase == PREFILL else batch
+    steps = [step for run in runs for step in run.steps if step.kind == phase and step.num_sequences >= full]
+    if not steps:
+        raise UserError(
+            f"bench.output_len: {batch} requests of {bench.prompt_len} + {bench.output_len} tokens never decoded "
+            "together: raise bench.output_len, engine.max_num_batched_tokens or engine.num_blocks"
+        )
+    row: Row = {
+        "phase": phase,
+        "batch": batch,
+        "prompt_len": bench.prompt_len,
+        "output_len": bench.output_len,
+        "max_model_len": engine.config.max_model_len,
+        "steps": len(steps),
+        "tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
+    }
+    for name in ("schedule", "launch", "post", "host"):
+        row |= _quantiles(name, [getattr(step, name) for step in steps])
+    if phase == PREFILL:
+        row |= _quantiles("admission", [seconds for run in runs for seconds in run.admissions])
+    pauses = [run.pauses for run in runs]
+    return row | {
+        "gc_collections": np.sum([one.counts for one in pauses], axis=0).tolist(),
+        "gc_longest_us": 1e6 * max((s for one in pauses for s in one.seconds), default=0.0),
+        "budget_us": BUDGET_US,
+        "roofline_fraction": BUDGET_US / row["host_us"],
+    }
+
+
+def _quantiles(name: str, seconds: Sequence[float]) -> Row:
+    median, p99 = 1e6 * np.quantile(seconds, (0.5, 0.99))
+    return {f"{name}_us": float(median), f"{name}_us_p99": float(p99)}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for a person to read, in microseconds."""
+    lines = [f"{'phase':8} {'batch':>5} {'schedule':>9} {'launch':>9} {'post':>9} {'host':>9} {'p99':>9} {'gc max':>9}"]
+    for row in rows:
+        cells = (row[f"{name}_us"] for name in ("schedule", "launch", "post", "host"))
+        numbers = " ".join(f"{cell:9.1f}" for cell in (*cells, row["host_us_p99"], row["gc_longest_us"]))
+        lines.append(f"{row['phase']:8} {row['batch']:5d} {numbers}")
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""What one step runs: chunks of prompts, or one token of every running sequence, on each rank of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from di_jax.engine.block_manager import BlockManager
+from di_jax.engine.sequence import Holding, Sequence
+from di_jax.engine.slot_table import SlotTable
+from di_jax.engine.step_plan import FREE_TOKEN, Bucket, BucketLadder, Chunk, StepPlan, build_plan
+from di_jax.engine.step_policy import DECODE, PREFILL
+
+
+@dataclass(frozen=True)
+class Need:
+    """The smallest bucket that holds a batch: rows, kept rows of the decoder layers, blocks of context. 0: no work."""
+
+    rows: int = 0
+    kept_rows: int = 0
+    context_blocks: int = 0
+
+    def numbers(self) -> list[int]:
+        return [self.rows, self.kept_rows, self.context_blocks]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A sequence's part of a step. chunks: by rank; under context parallelism a prompt runs on several.
+
+    held: what it held when the step was launched. end: tokens in the caches after the step. parent: of a fork, whose
+    chunk has no tokens: the part whose last row it samples.
+    """
+
+    sequence: Sequence
+    chunks: dict[int, Chunk]
+    held: tuple[Holding, ...] = ()
+    end: int = 0
+    parent: Work | None = None
+
+    @property
+    def rank(self) -> int:
+        """The rank whose results count; the others compute the same."""
+        return next(iter(self.chunks))
+
+    @property
+    def chunk(self) -> Chunk:
+        return self.chunks[self.rank]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks of sequences. A chunk with `sample` yields its sequence's next token."""
+
+    kind: str = PREFILL
+    work: list[Work] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.work)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(work.chunk.tokens) for work in self.work)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before the chunk of a row, the mean over all rows."""
+        total = sum(work.chunk.start * len(work.chunk.tokens) for work in self.work)
+        return total / max(1, self.num_tokens)
+
+    def of_rank(self, rank: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        at = 0  # of the last chunk with tokens: forks stand behind their parent
+        for work in self.work:
+            if (chunk := work.chunks.get(rank)) is None:
+                continue
+            if work.parent is None:
+                at = len(chunks)
+            else:
+                chunk = dataclasses.replace(chunk, samples_of=at)
+            chunks.append(chunk)
+        return chunks
+
+    def results(self) -> Iterator[tuple[int, int, Work]]:
+        """(rank, place among the rank's chunks, work), once for every sequence."""
+        places: dict[int, int] = {}
+        for work in self.work:
+            yield work.rank, places.get(work.rank, 0), work
+            for rank in work.chunks:
+                places[rank] = places.get(rank, 0) + 1
+
+    def need(self, ladder: BucketLadder, ledgers: SequenceOf[BlockManager]) -> Need:
+        """Of the rank that needs most."""
+        rows = kept = context = 0
+        for ledger in ledgers:
+            if chunks := self.of_rank(ledger.rank):
+                blocks = max(ledger.blocks_of(chunk.start + len(chunk.tokens)) for chunk in chunks)
+                bucket = ladder.fit(
+                    self.kind == DECODE,
+                    [len(chunk.tokens) for chunk in chunks],
+                    blocks,
+                    kept=[chunk.num_kept for chunk in chunks],
+                )
+                rows, context = max(rows, bucket.rows), max(context, bucket.context_blocks)
+                kept = max(kept, bucket.kept_rows)
+        return Need(rows, kept, context)
+
+    def plans(self, bucket: Bucket, ranks: SequenceOf[int]) -> list[StepPlan]:
+        """The step plans of these ranks."""
+        return [build_plan(bucket, self.of_rank(rank), rank % bucket.cp) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class DecodePart:
+    """The slots of one rank that decode, with the positions that they feed."""
+
+    rank: int
+    table: SlotTable
+    slots: np.ndarray  # int [n]
+    position: np.ndarray  # int32 [n]
+    sequences: list[Sequence]
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One token of every running sequence."""
+
+    parts: list[DecodePart]
+    kind: str = DECODE
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(part.slots) for part in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences
+
+    mean_context = 0.0  # decode steps are not what the cost of prefill steps is learned from
+
+    def advance(self) -> None:
+        """The step was launched."""
+        for part in self.parts:
+            part.table.advance(part.slots)
+
+    def need(self, ladder: BucketLadder, ledgers: SequenceOf[BlockManager]) -> Need:
+        """Of the rank that needs most."""
+        rows = max((len(part.slots) for part in self.parts), default=0)
+        if not rows:
+            return Need()
+        block_size = ledgers[0].block_size
+        blocks = max(int(part.position.max()) // block_size + 1 for part in self.parts if len(part.slots))
+        bucket = ladder.fit(True, range(rows), blocks)
+        return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks)
+
+    def plans(self, bucket: Bucket, ranks: SequenceOf[int]) -> list[StepPlan]:
+        """The step plans of these ranks."""
+        parts = {part.rank: part for part in self.parts}
+        return [
+            parts[rank].table.plan(bucket, parts[rank].slots) if rank in parts else build_plan(bucket, ())
+            for rank in ranks
+        ]
+
+
+def work_of(
+    sequence: Sequence,
+    tokens: list[int],
+    start: int,
+    *,
+    sample: bool,
+    keep_tokens: int = 0,
+    look_back: int = 0,
+) -> Work:
+    """Tokens of a sequence from position `start` on, on every rank that holds it.
+
+    keep_tokens: rows of the end of its prompt that go through the decoder layers; 0: all. look_back: tokens before the
+    first one that the Engram sees.
+    """
+    hit, goal = sequence.hit, sequence.goal
+    # A snapshot holds the decoder's rings only when there is no decoder replay; else its windows begin where rows do.
+    decoder_start = max(goal - keep_tokens, hit.start, 0) if keep_tokens else hit.window_start
+
+    def chunk(holding: Holding) -> Chunk:
+        return Chunk(
+            tokens=tokens,
+            start=start,
+            slot=holding.slot,
+            blocks=holding.blocks,
+            sample=sample,
+            temperature=sequence.sampling.temperature,
+            seed=sequence.seed,
+            output_index=len(sequence.output_ids),
+            forced=sequence.forced_token(len(sequence.output_ids)) if sample else FREE_TOKEN,
+            window_start=hit.window_start,
+            decoder_start=decoder_start,
+            cached=hit.length,
+            history=sequence.tokens(max(0, start - look_back), start),
+        )
+
+    chunks = {holding.rank: chunk(holding) for holding in sequence.held}
+    return Work(sequence, chunks, tuple(sequence.held), start + len(tokens))

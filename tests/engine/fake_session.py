@@ -1,0 +1,231 @@
+"""Runs requests through an engine over a fake device, and checks everything that can be checked after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+from fake_device import COLD, FakeDevice, Past, Setup, fake_engine
+
+from di_jax.engine.data_rank import DataRank
+from di_jax.engine.engine import Engine
+from di_jax.engine.metrics import StepReport
+from di_jax.engine.sequence import Holding, Request, Sequence
+from di_jax.sampling_params import SamplingParams
+
+STEPS = 20_000  # more than any test needs: requests that do not get on
+
+
+@dataclasses.dataclass
+class Segment:
+    """A prefill and what was decoded after it. first: output index of its first token. pasts: by rank. rank: that
+    decodes it, once known."""
+
+    first: int
+    pasts: dict[int, Past]
+    rank: int
+
+
+class Session:
+    """An engine whose answers are compared with those of `FakeModel.hidden`.
+
+    Without replay nothing but the tokens counts. With decoder replay alone, where the decoder's rows begin counts too;
+    with encoder replay, what the blocks of a hit held when they were found.
+    """
+
+    def __init__(self, setup: Setup, monkeypatch: Any = None, seed: int = 0) -> None:
+        self.setup = setup
+        self.engine, self.device = fake_engine(setup, monkeypatch)
+        self.rng = np.random.default_rng(seed)
+        self.segments: dict[Sequence, list[Segment]] = {}
+        self.requests: list[Request] = []
+        self.told: set[Request] = set()  # reported after their end
+        self.silent: set[Request] = set()  # ended outside of steps
+        self.answers: dict[Request, list[list[int]]] = {}  # when they ended
+        self.leaving: list[tuple[int, Holding]] = []  # step by which it has to be released
+        self.steps = self.forks = self.hits = self.restored = 0
+        self._watch(self.engine)
+
+    def _watch(self, engine: Engine) -> None:
+        """Notes what every prefill finds in the caches."""
+        scheduler = engine.scheduler
+        admit = scheduler._admit
+
+        def admitted(rank: DataRank, sequence: Sequence) -> None:
+            admit(rank, sequence)
+            pasts = {held.rank: self._past(rank, sequence, held) for held in sequence.held}
+            self.segments.setdefault(sequence, []).append(Segment(len(sequence.output_ids), pasts, -1))
+            self.hits += sequence.hit.length > 0
+            self.restored += sequence.hit.start == sequence.hit.length > 0
+
+        scheduler._admit = admitted  # type: ignore[method-assign]
+        for rank in scheduler.ranks:
+            self._watch_rank(rank)
+
+    def _watch_rank(self, rank: DataRank) -> None:
+        settle, fork = rank.settle, rank.fork
+
+        def settled(sequence: Sequence) -> list[Holding]:
+            left = settle(sequence)
+            self.segments[sequence][-1].rank = sequence.held[0].rank
+            return left
+
+        def forked(parent: Sequence, child: Sequence) -> tuple[int, int] | None:
+            ledger = next(one for one in rank.ledgers if one.rank == parent.held[0].rank)
+            before = ledger.num_available
+            copied = fork(parent, child)
+            if copied is None:
+                assert ledger.num_available == before and not child.held
+                return None
+            full = len(parent.prompt_ids) // ledger.block_size
+            assert child.held[0].blocks[:full] == parent.held[0].blocks[:full]
+            assert before - ledger.num_available == len(child.held[0].blocks) - full == (copied != (-1, -1))
+            assert child not in self.segments
+            self.segments[child] = [dataclasses.replace(self.segments[parent][-1], first=0)]
+            self.forks += 1
+            return copied
+
+        rank.settle, rank.fork = settled, forked  # type: ignore[method-assign]
+
+    def _past(self, rank: DataRank, sequence: Sequence, held: Holding) -> Past:
+        hit, keep, size = sequence.hit, rank.rules.keep_tokens, rank.block_size
+        assert hit.length % size == 0 and hit.length <= max(0, len(sequence) - rank.rules.look_back)
+        start = max(sequence.goal - keep, hit.start) if keep else hit.window_start
+        past = Past(hit.length, hit.start, hit.window_start, start)
+        if not hit.length:
+            assert hit.start == hit.window_start == 0
+            return past
+        assert sequence.keys is not None
+        rings: dict[int, dict[int, int]] = {}
+        if hit.start == hit.length:
+            assert hit.window_start == 0
+            kept = self.engine.snapshots._snapshots[sequence.keys.keys[hit.length // size - 1]]
+            for layer, (values, at) in enumerate(zip(kept[0].tolist(), kept[1].astype(np.int64).tolist())):
+                # After replay the rows below its start hold what the slot had before.
+                rings[layer] = {p: value for row, (p, value) in enumerate(zip(at, values)) if p % len(at) == row}
+        else:
+            assert hit.start == hit.window_start == hit.length - size and rank.rules.replay
+        entries = self.device.entries(held.rank, held.blocks[: hit.length // size])
+        return dataclasses.replace(past, entries=entries, rings=rings)
+
+    # -- driving
+
+    def add(self, prompt: SequenceOf[int], sampling: SamplingParams, request_id: str | None = None) -> Request:
+        request = self.engine.add_request(list(prompt), sampling, request_id)
+        self.requests.append(request)
+        self.engine.scheduler.check()
+        return request
+
+    def abort(self, request: Request) -> None:
+        held = [h for s in request.sequences for h in s.held]
+        was_open = not request.finished
+        self.engine.abort(request.request_id)
+        assert request.finished and not any(s.held for s in request.sequences)
+        if was_open:
+            self.silent.add(request)
+            self.leaving += [(self.steps + 2, holding) for holding in held]
+        self.check()
+
+    def step(self) -> StepReport | None:
+        self.steps += 1
+        assert self.steps < STEPS, "requests do not get on"
+        report = self.engine.step()
+        if report is None:
+            assert not self.engine.has_unfinished, "a step did nothing, and requests are open"
+        else:
+            assert len(set(report.requests)) == len(report.requests)
+            self.told |= {request for request in report.requests if request.finished}
+        self.check()
+        return report
+
+    def check(self) -> None:
+        scheduler = self.engine.scheduler
+        scheduler.check()
+        self.device.check_flights()
+        self.device.scribble(self.rng)
+        retired = [holding for _, _, holding in scheduler._retired]
+        self.leaving = [(due, h) for due, h in self.leaving if any(h is one for one in retired)]
+        assert all(due > self.steps for due, _ in self.leaving), "an aborted request holds blocks after two steps"
+        for request in self.requests:
+            if request.finished and request not in self.answers:
+                self.answers[request] = [list(s.output_ids) for s in request.sequences]
+                assert request.request_id not in self.engine.requests
+
+    def finish(self) -> None:
+        """Runs until nothing is left, and checks that everything is answered, and free."""
+        while self.engine.has_unfinished:
+            self.step()
+        self.step()
+        self.check_end()
+
+    def check_end(self) -> None:
+        engine = self.engine
+        assert not engine.requests and not engine.scheduler.running and not engine.scheduler.num_waiting
+        assert not engine.scheduler._followers and not engine.scheduler._retired and not self.device.flights
+        for ledger in engine.scheduler.ledgers:
+            assert ledger.num_available == ledger.num_blocks and ledger.num_free_slots == ledger.num_slots
+        for rank in engine.scheduler.ranks:
+            for table in rank.tables:
+                assert not (table.left > 0).any() and not any(table.sequences) and not table._forced
+        assert engine.snapshots.nbytes <= engine.snapshots.budget_bytes
+        for request in self.requests:
+            assert request.finished and request.ended is not None
+            # One that fails for its deadline may do so in a call that has no step to report.
+            reported = request in self.told or request in self.silent or request.failure is not None
+            assert reported, "the end of a request was never reported"
+            # Nothing was added after the end.
+            assert [s.output_ids for s in request.sequences] == self.answers[request]
+            for sequence in request.sequences:
+                self.check_answer(request, sequence)
+
+    def check_answer(self, request: Request, sequence: Sequence) -> None:
+        assert len(sequence.output_ids) == len(sequence.logprobs) <= sequence.max_tokens
+        self.check_tokens(sequence)
+        ended = [token in sequence.stop_ids for token in sequence.output_ids]
+        assert not any(ended[:-1])
+        if request.failure is not None:
+            assert sequence.finish_reason in (None, "stop", "length")
+        elif sequence.finish_reason == "stop":
+            assert ended[-1]
+        elif sequence.finish_reason == "length":
+            assert len(sequence.output_ids) == sequence.max_tokens and not ended[-1]
+        else:
+            assert sequence.finish_reason == "abort" and request in self.silent
+
+    def check_tokens(self, sequence: Sequence) -> None:
+        """Every token, and its log-probability, is what the model says after the tokens before it."""
+        model, output = self.device.model, sequence.output_ids
+        segments = self.segments.get(sequence, [])
+        assert bool(segments) or not output
+        ends = [*(segment.first for segment in segments[1:]), len(output)]
+        for segment, end in zip(segments, ends, strict=False):
+            if segment.first == end:
+                continue
+            index = np.arange(segment.first, end)
+            tokens = [*sequence.prompt_ids, *output[: end - 1]]
+            h = model.hidden(tokens, self._definition(segment))[len(sequence.prompt_ids) - 1 + index]
+            many = np.ones(len(index))
+            drawn, logprob = model.draw(
+                h, many * sequence.sampling.temperature, np.full(len(index), sequence.seed, np.uint64), index
+            )
+            forced = [sequence.forced_token(int(n)) for n in index]
+            want = [given if given >= 0 else token for given, token in zip(forced, drawn.tolist())]
+            assert output[segment.first : end] == want
+            assert np.array_equal(np.array(sequence.logprobs[segment.first : end], np.float32), logprob)
+
+    def _definition(self, segment: Segment) -> Past:
+        rules = self.engine.scheduler.ranks[0].rules
+        past = segment.pasts[segment.rank]
+        if rules.replay and rules.prefix_caching:
+            return past
+        return dataclasses.replace(COLD, decoder_start=past.decoder_start) if rules.keep_tokens else COLD
+
+
+def ids(length: int, seed: int = 0, vocabulary: int = 200) -> list[int]:
+    """Token ids that are no end token."""
+    return np.random.default_rng(seed).integers(3, vocabulary, length).tolist()
+
+
+__all__ = ["FakeDevice", "Segment", "Session", "ids"]
