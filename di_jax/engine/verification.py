@@ -1,0 +1,225 @@
+"""How many drafts the next step verifies, and whether it drafts: host policy over older confidences (dspark 3).
+
+A step has R requests with k drafts each: one row per request that is always computed, and one per verified draft. The
+survival of a draft is the chance that it and all before it are accepted. For each step the host fixes the number of
+drafts to verify, K, from confidences of an older block; the device then picks which, from those of the block itself
+(`engine.allocation`). The host must not see the latter: what is verified would depend on the tokens drafted, and the
+answers would be biased (dspark 3.3, the counterexample in 7-T9).
+
+With several data-parallel ranks each chooses its rows (`choose_rows`), the engine takes the most of any, and each
+rank's K is what fills them (`fill`). Whatever is done with sizes alone keeps the answers unbiased.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from di_jax.engine.runtime_estimator import StepTimes
+
+# A smaller survival counts as 0, on the host and on device: some devices flush what is below 1.2e-38 to 0 and others do
+# not, and all are to agree in every bit.
+SURVIVAL_FLOOR = 2.0**-100
+# Fewer drafts than all must promise so much more: the estimates are no better, and losses were measured where the
+# promise was less (1.5% at 16 requests a rank, dspark 5).
+MARGIN = 0.01
+# Older blocks that a budget looks at, in all and of each request at most. One block of a request says little of its
+# next: with one of each, two requests that happened to draft badly lost more than they saved.
+ENOUGH_BLOCKS = 256
+HISTORY = 16
+
+
+def survival(confidence: np.ndarray) -> np.ndarray:
+    """Chance float32 [R, k] that all drafts up to each are accepted, from float32 [R, k] of each given those before.
+
+    The product from left to right in float32. It never rises along a row: what is above 1 counts as 1, and what is not
+    a number, or below SURVIVAL_FLOOR, as 0.
+    """
+    bounded = np.minimum(np.asarray(confidence, np.float32), np.float32(1))
+    chance = np.empty_like(bounded)
+    so_far = np.ones(bounded.shape[:1], np.float32)
+    for k in range(bounded.shape[1]):
+        so_far = so_far * bounded[:, k]
+        so_far = np.where(so_far >= np.float32(SURVIVAL_FLOOR), so_far, np.float32(0))
+        chance[:, k] = so_far
+    return chance
+
+
+def draft_caps(left: np.ndarray, num_drafts: int) -> np.ndarray:
+    """Drafts int32 [R] that may be verified. left: int [R], tokens that each may still emit, by max_tokens and by the
+    model's length; one of them is the step's own (dspark 2.5)."""
+    return np.clip(np.asarray(left) - 1, 0, num_drafts).astype(np.int32)
+
+
+def choose_rows(survival: np.ndarray, caps: np.ndarray, times: StepTimes, margin: float = MARGIN) -> int:
+    """Rows of the bucket with the most expected tokens a second, the smaller of equals; 0 without requests.
+
+        rate(g) = (R + sum of the K(g) largest survivals) / seconds(g),    K(g) = min(g - R, sum of caps)
+
+    A bucket costs the same however full it is, so that it is taken as full: the best of all K, filled up, is the best
+    of the filled buckets. The bucket of all drafts is taken instead when the rate of the best is not more than `margin`
+    above its rate, or while times are unknown.
+
+    survival float [B, R, k], of B older blocks of each request (`Round.survival`), over which the sum is averaged; caps
+    int [R], 0..k. Raises ValueError when no bucket holds the R rows; drafts that no bucket holds are not verified.
+    """
+    requests, most = len(caps), int(np.sum(caps))
+    if not requests:
+        return 0
+    first = times.bucket(requests)
+    last = times.bucket(min(requests + most, int(times.rows[-1])))
+    if times.seconds is None:
+        return int(times.rows[last])
+    rows = times.rows[first : last + 1]
+    rate = _tokens(survival, caps)[np.minimum(rows - requests, most)] / times.seconds[first : last + 1]
+    best = int(np.argmax(rate))
+    if rate[best] < (1 + margin) * rate[-1]:
+        best = len(rows) - 1
+    return int(rows[best])
+
+
+def fill(rows: int, caps: np.ndarray) -> int:
+    """K, the drafts that a step of `rows` rows verifies: all that it has room for, as its rows are computed anyway."""
+    return min(max(0, rows - len(caps)), int(np.sum(caps)))
+
+
+def expected_tokens(survival: np.ndarray, caps: np.ndarray, drafts: int) -> float:
+    """Tokens that a step is expected to emit when it verifies `drafts` drafts; arguments as `choose_rows` has them."""
+    return float(_tokens(survival, caps)[drafts])
+
+
+def _tokens(survival: np.ndarray, caps: np.ndarray) -> np.ndarray:
+    """Expected tokens float64 [sum of caps + 1] by the number of drafts verified, best first."""
+    chances = np.asarray(survival, np.float64)
+    allowed = chances[:, np.arange(chances.shape[2]) < np.asarray(caps)[:, None]]
+    best = np.sort(allowed, axis=1)[:, ::-1].mean(axis=0)
+    return len(caps) + np.concatenate([[0.0], np.cumsum(best)])
+
+
+class Round(NamedTuple):
+    """What is known of n requests when a round of each begins.
+
+    survival: float32 [B, n, k], of B older blocks of each, the newest first: what the round's budget may see. known:
+    bool [B, n], false where there is no such block and each draft counts as certain. owners: int64 [n], of the slots,
+    for `RateLedger.process`.
+    """
+
+    survival: np.ndarray
+    known: np.ndarray
+    owners: np.ndarray
+
+
+class RateLedger:
+    """Survivals of the blocks of the request in every slot, and which of them a step's budget may see.
+
+    In a round of a request (a step it takes part in, prefill or decode) a block is verified and the next one drafted.
+    Round N verifies what round N - 1 drafted, so its budget may see what round N - 2 drafted, and older blocks. A step
+    is scheduled when all rounds before it came back, or all but one; the counts of both tell, and it is always round
+    N - 2 that is the newest seen (dspark 3.3, 3.4).
+
+    scheduled, processed: int64 [slots], rounds since the slot's request came.
+    """
+
+    def __init__(self, num_slots: int, num_drafts: int) -> None:
+        self.scheduled, self.processed, self._owner = np.zeros((3, num_slots), np.int64)
+        self._rounds = np.full((num_slots, HISTORY + 1, num_drafts), np.nan, np.float32)  # by round modulo HISTORY + 1
+
+    def reset(self, slots: np.ndarray) -> None:
+        """Other requests have these slots now, or the same after a preemption or a move; rounds in flight are void."""
+        self.scheduled[slots] = self.processed[slots] = 0
+        self._rounds[slots] = np.nan
+        self._owner[slots] += 1
+
+    def schedule(self, slots: np.ndarray) -> Round:
+        """Begins a round of the requests in `slots`, int [n], no two equal.
+
+        Raises RuntimeError when two rounds of a slot are in flight.
+        """
+        slots = np.asarray(slots)
+        scheduled, ahead = self.scheduled[slots], self.scheduled[slots] - self.processed[slots]
+        if (wrong := (ahead < 0) | (ahead > 1)).any():
+            slot = int(slots[wrong][0])
+            raise RuntimeError(
+                f"slot {slot}: {self.scheduled[slot]} rounds scheduled, {self.processed[slot]} processed; at most one "
+                "may be in flight when the next is scheduled"
+            )
+        blocks = min(HISTORY, -(-ENOUGH_BLOCKS // max(1, len(slots))))
+        rounds = scheduled - 2 - np.arange(blocks)[:, None]
+        seen = self._rounds[slots, rounds % (HISTORY + 1)]
+        known = (rounds >= 0) & ~np.isnan(seen).any(axis=2)
+        self.scheduled[slots] += 1
+        return Round(np.where(known[:, :, None], seen, np.float32(1)), known, self._owner[slots])
+
+    def process(self, slots: np.ndarray, owners: np.ndarray, confidence: np.ndarray | None) -> None:
+        """A round came back. slots, owners: of its `schedule`; slots that changed hands since are left alone.
+
+        confidence: float32 [n, k] of the blocks that it drafted, None where the step did not draft. Raises RuntimeError
+        for a round that was not scheduled.
+        """
+        same = self._owner[slots] == owners
+        slots = np.asarray(slots)[same]
+        processed = self.processed[slots]
+        if (wrong := processed >= self.scheduled[slots]).any():
+            slot = int(slots[wrong][0])
+            raise RuntimeError(f"slot {slot}: a round came back that was not scheduled ({self.scheduled[slot]} were)")
+        block = np.nan if confidence is None else survival(np.asarray(confidence)[same])
+        self._rounds[slots, processed % (HISTORY + 1)] = block
+        self.processed[slots] += 1
+
+
+# Steps whose mean says whether drafting pays: one bad block is chance.
+JUDGED_STEPS = 8
+# Steps without drafts before it is tried again. Each failure doubles them, so that of a batch that never gains, about
+# 1% of the steps draft.
+FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
+# A batch so many times larger or smaller than when drafting ceased is another one: it is tried at once.
+OTHER_BATCH = 2
+
+
+class DraftSwitch:
+    """Whether steps draft: not while the draft takes more time than its tokens save.
+
+    Deterministic in what it is told. With several ranks all are told the same: tokens and requests of all together, and
+    the times of the slowest. What it sees is as old as what the budget sees, so answers stay unbiased.
+    """
+
+    def __init__(self) -> None:
+        self._gains: deque[float] = deque(maxlen=JUDGED_STEPS)
+        self._left = 0  # steps of the pause
+        self._pause = FIRST_PAUSE
+        self._requests = 0  # when the pause began
+
+    def next(self, requests: int, gain: float | None) -> bool:
+        """Whether the step that is planned now drafts; once for every decode step.
+
+        gain: `drafting_gain` of this step; None while most of what its requests drafted is not known (`Round.known`),
+        as after a pause.
+        """
+        if self._left:
+            grown = max(requests, self._requests) / max(1, min(requests, self._requests))
+            if grown < OTHER_BATCH:
+                self._left -= 1
+                return False
+            self._left, self._pause = 0, FIRST_PAUSE
+        if gain is not None:
+            self._gains.append(gain)
+        if len(self._gains) < JUDGED_STEPS:
+            return True
+        if sum(self._gains) >= JUDGED_STEPS:
+            self._pause = FIRST_PAUSE
+            return True
+        self._gains.clear()
+        self._left, self._requests = self._pause - 1, requests
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return False
+
+
+def drafting_gain(tokens: float, seconds: float, requests: int, plain_seconds: float) -> float:
+    """Tokens a second with drafts over those without; above 1, drafting pays.
+
+    tokens: `expected_tokens` of the step with drafts. seconds: of that step, drafting the next block included.
+    plain_seconds: of a step of the same requests that neither verifies nor drafts; it emits one token each.
+    """
+    return tokens * plain_seconds / (seconds * requests)

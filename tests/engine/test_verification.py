@@ -1,0 +1,349 @@
+"""Budgets, what they may see, and whether drafting pays (dspark 7: T6, T9, T14, T15)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from di_jax.engine.allocation import allocate_reference
+from di_jax.engine.runtime_estimator import StepTimes
+from di_jax.engine.verification import (
+    ENOUGH_BLOCKS,
+    FIRST_PAUSE,
+    HISTORY,
+    JUDGED_STEPS,
+    LONGEST_PAUSE,
+    DraftSwitch,
+    RateLedger,
+    choose_rows,
+    draft_caps,
+    drafting_gain,
+    expected_tokens,
+    fill,
+    survival,
+)
+
+K = 5
+
+
+def times(rows: list[int], seconds: list[float]) -> StepTimes:
+    return StepTimes(np.array(rows), np.array(seconds, np.float64))
+
+
+# -- T15: the budget
+
+
+def tables(most: int) -> Iterator[StepTimes]:
+    """A curve over every number of rows, staircases, one that jumps, flat and steep ones."""
+    every = list(range(1, most + 1))
+    yield times(every, [10 + 0.8 * rows for rows in every])
+    yield times(every, [10 + 0.05 * rows**2 for rows in every])
+    yield times([2, 4, 8, 16], [10, 10.5, 13, 20])
+    yield times([4, 6, 10, 16], [5, 9, 9.1, 30])
+    yield times(every, [3.0] * len(every))
+    yield times(every, [float(10**rows) for rows in every])
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 4])
+def test_budget_is_the_best_of_all_lengths(requests: int) -> None:
+    rng, k = np.random.default_rng(requests), 3
+    for table, _ in itertools.product(tables(requests * (1 + k)), range(12)):
+        stated = rng.choice([0.0, 0.3, 0.5, 0.9, 1.0, *rng.random(4)], (requests, k)).astype(np.float32)
+        chance = survival(stated)
+        caps = rng.integers(0, k + 1, requests)
+
+        def rate(lengths: tuple[int, ...], chance: np.ndarray = chance, table: StepTimes = table) -> float:
+            tokens = len(lengths) + sum(chance[r, :length].sum() for r, length in enumerate(lengths))
+            return float(tokens / table.at(len(lengths) + sum(lengths)))
+
+        every = list(itertools.product(*(range(cap + 1) for cap in caps)))
+        best = max(rate(lengths) for lengths in every)
+        rows = choose_rows(chance[None], caps, table, margin=0)
+        drafts = fill(rows, caps)
+        found = tuple(allocate_reference(stated, caps, drafts).tolist())
+        assert rate(found) == pytest.approx(best, rel=1e-6)
+        # No smaller bucket does as well, and no draft is left out that the bucket has room for.
+        smaller = [rate(n) for n in every if table.bucket(requests + sum(n)) < table.bucket(rows)]
+        assert not smaller or max(smaller) < best * (1 + 1e-6)
+        assert sum(found) == drafts == min(rows - requests, caps.sum())
+        tokens = expected_tokens(chance[None], caps, drafts)
+        assert tokens == pytest.approx(best * table.at(requests + drafts), rel=1e-6)
+
+
+def test_flat_times_verify_everything_and_steep_ones_nothing() -> None:
+    chance, caps = np.full((1, 3, K), 0.4, np.float32), np.array([K, 2, 4])
+    every = list(range(1, 19))
+    assert fill(choose_rows(chance, caps, times(every, [1.0] * 18)), caps) == 11
+    assert fill(choose_rows(chance, caps, times(every, [2.0**rows for rows in every])), caps) == 0
+
+
+def test_unknown_times_verify_everything() -> None:
+    caps = np.array([K, 2, 4])
+    assert choose_rows(np.zeros((1, 3, K)), caps, StepTimes(np.array([4, 8, 16, 32]), None)) == 16
+    assert fill(16, caps) == 11
+
+
+def test_margin_decides_when_fewer_drafts_are_taken() -> None:
+    chance, caps = np.array([[[0.5, 0.1]]]), np.array([2])
+    table = times([1, 2, 3], [1.0, 1.0, 1.1])  # rates 1, 1.5 and 1.4545: 3.1% more with one draft than with both
+    assert [choose_rows(chance, caps, table, margin=m) for m in (0, 0.03, 0.032)] == [2, 2, 3]
+    chance = np.array([[[0.5, 0.0]]])  # a draft that never survives, in a bucket that costs nothing
+    assert choose_rows(chance, caps, times([1, 2, 3], [1.0, 1.0, 1.0]), margin=0) == 2
+    assert choose_rows(chance, caps, times([1, 2, 3], [1.0, 1.0, 1.0])) == 3
+
+
+def test_ranks_agree_on_rows_before_they_fill_them() -> None:
+    table = times([4, 8, 16, 32], [1.0, 1.1, 2.0, 4.0])
+    caps = [np.full(3, K), np.full(1, K), np.zeros(0, np.int64)]
+    chance = [np.full((1, len(c), K), 0.6) ** np.arange(1, K + 1) for c in caps]
+    wanted = [choose_rows(*each, table) for each in zip(chance, caps)]
+    assert wanted == [8, 8, 0]
+    assert [fill(max(wanted), c) for c in caps] == [5, 5, 0]
+    assert [fill(16, c) for c in caps] == [13, 5, 0]
+
+
+def test_budget_averages_over_older_blocks() -> None:
+    """Two opposite blocks: each alone would verify none or all; on average each draft survives with 0.5."""
+    good, bad = np.ones((1, 1, 2)), np.zeros((1, 1, 2))
+    table, caps = times([1, 2, 3], [1.0, 1.2, 1.7]), np.array([2])
+    assert [choose_rows(b, caps, table, 0) for b in (good, bad)] == [3, 1]
+    both = np.concatenate([good, bad])
+    assert expected_tokens(both, caps, 2) == 2
+    assert choose_rows(both, caps, table, 0) == 2
+
+
+def test_rows_that_no_bucket_holds() -> None:
+    chance, caps = np.ones((1, 4, K)), np.full(4, K)
+    assert choose_rows(chance, caps, times([4, 8], [1.0, 1.0])) == 8
+    with pytest.raises(ValueError, match="no decode bucket holds 4 rows; the largest has 2"):
+        choose_rows(chance, caps, times([1, 2], [1.0, 1.0]))
+
+
+def test_caps_leave_room_for_the_token_that_is_always_drawn() -> None:
+    assert draft_caps(np.array([0, 1, 2, 5, 6, 100]), K).tolist() == [0, 0, 1, 4, 5, 5]
+
+
+# -- T6 and T14: what a budget may see
+
+
+def block(owner: int, round_: int) -> np.ndarray:
+    """A confidence that tells whose it is and of which round."""
+    return np.full((1, K), (1 + owner * 512 + round_) / 2**23, np.float32)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_block_that_is_verified_is_never_seen(overlapped: bool) -> None:
+    """C2: whether rounds overlap or not, round N sees what round N - 2 drafted; what round N - 1 did is poison."""
+    slots, caps = np.arange(3), np.full(3, K)
+    table = times([*range(3, 19)], [10 + 0.6 * rows for rows in range(3, 19)])
+    blocks = np.random.default_rng(0).random((30, 3, K), np.float32)
+    budgets: dict[str, list[int]] = {"as drafted": [], "poisoned": []}
+    for kind, budget in budgets.items():
+        ledger, flights = RateLedger(3, K), []
+        for n in range(30):
+            verified = ledger._rounds[:, (n - 1) % (HISTORY + 1)]
+            kept = verified.copy()
+            if kind == "poisoned" and n:
+                verified[:] = np.nan
+            begun = ledger.schedule(slots)
+            verified[:] = kept
+            if n >= 2:
+                np.testing.assert_array_equal(begun.survival[0], survival(blocks[n - 2]))
+            assert begun.known[0].all() == (n >= 2) and not np.isnan(begun.survival).any()
+            budget.append(fill(choose_rows(begun.survival, caps, table, 0), caps))
+            flights.append((begun.owners, blocks[n]))
+            while len(flights) > overlapped:
+                ledger.process(slots, *flights.pop(0))
+    assert budgets["poisoned"] == budgets["as drafted"] and len(set(budgets["as drafted"])) > 1
+
+
+def test_older_blocks_are_as_many_as_few_requests_need() -> None:
+    ledger, slots = RateLedger(300, K), np.arange(300)
+    assert ledger.schedule(slots[:1]).survival.shape == (HISTORY, 1, K)
+    assert ledger.schedule(slots[1:257]).survival.shape == (1, 256, K)
+    assert ledger.schedule(slots[257:]).survival.shape == (-(-ENOUGH_BLOCKS // 43), 43, K)
+    assert ledger.schedule(slots[:0]).survival.shape[1:] == (0, K)
+
+
+def test_rounds_that_did_not_draft_are_not_known() -> None:
+    ledger, slot = RateLedger(1, K), np.array([0])
+    for n in range(4):
+        begun = ledger.schedule(slot)
+        ledger.process(slot, begun.owners, None if n == 1 else block(0, n))
+    assert ledger.schedule(slot).known[:4, 0].tolist() == [True, False, True, False]  # rounds 2, 1, 0; none before
+
+
+def test_more_than_one_round_in_flight_is_told() -> None:
+    ledger, slots = RateLedger(4, K), np.array([1, 3])
+    ledger.schedule(slots)
+    ledger.schedule(slots)
+    with pytest.raises(RuntimeError, match="slot 1: 2 rounds scheduled, 0 processed"):
+        ledger.schedule(slots)
+    ledger.reset(slots)
+    owners = ledger.schedule(slots).owners
+    ledger.process(slots, owners, None)
+    with pytest.raises(RuntimeError, match="slot 1: a round came back that was not scheduled"):
+        ledger.process(slots, owners, None)
+
+
+@given(st.data())
+def test_no_request_sees_what_is_not_its_own(data: st.DataObject) -> None:
+    """Random interleavings of rounds, results, admissions and preemptions, against a plain account by request."""
+    ledger = RateLedger(3, K)
+    request = [0, 1, 2]  # in each slot
+    rounds = {0: 0, 1: 0, 2: 0}  # scheduled, by request
+    seen_by: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}  # blocks that came back
+    flights: list[tuple[np.ndarray, np.ndarray, list[int], list[int]]] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["schedule", "schedule", "process", "replace"]))
+        if action == "replace":
+            slot = data.draw(st.integers(0, 2))
+            ledger.reset(np.array([slot]))
+            request[slot] = len(rounds)
+            rounds[request[slot]], seen_by[request[slot]] = 0, []
+        elif action == "process" and flights:
+            slots, owners, who, which = flights.pop(0)
+            ledger.process(slots, owners, np.concatenate([block(*each) for each in zip(who, which)]))
+            for r, n in zip(who, which):
+                seen_by[r].append(block(r, n)[0])
+        elif action == "schedule":
+            ready = [s for s in range(3) if rounds[request[s]] - len(seen_by[request[s]]) <= 1]
+            chosen = data.draw(st.lists(st.sampled_from(ready), unique=True, min_size=1)) if ready else []
+            if not chosen:
+                continue
+            slots = np.array(sorted(chosen))
+            begun = ledger.schedule(slots)
+            for i, s in enumerate(slots):
+                r = request[s]
+                for b in range(len(begun.known)):
+                    n = rounds[r] - 2 - b
+                    expected = survival(block(r, n))[0] if n >= 0 else np.ones(K)
+                    np.testing.assert_array_equal(begun.survival[b, i], expected)
+                    assert begun.known[b, i] == (n >= 0) and (n < 0 or n < len(seen_by[r]))
+            flights.append((slots, begun.owners, [request[s] for s in slots], [rounds[request[s]] for s in slots]))
+            for s in slots:
+                rounds[request[s]] += 1
+        ahead = ledger.scheduled - ledger.processed
+        assert (ahead >= 0).all() and (ahead <= 2).all()  # 2: with the round that was just scheduled
+
+
+# -- T9: a budget that sees the block itself biases the answers
+
+
+P, Q = np.array([0.7, 0.3]), np.array([0.5, 0.5])  # target and draft of the first token, over A and B
+COUNTER = times([1, 2, 3], [1 / 1.0, 1 / 0.5, 1 / 0.45])
+
+
+def confidence(first: int) -> np.ndarray:
+    """Of a block that begins with A (0) or B (1): the second draft survives only behind A."""
+    return np.array([[0.8, 0.9 if first == 0 else 0.0]], np.float32)
+
+
+def law_of_first_token(drafts_of: list[int]) -> np.ndarray:
+    """Exact, when a block that begins with x has drafts_of[x] drafts verified."""
+    law = np.zeros(2)
+    residual = np.maximum(P - Q, 0) / np.maximum(P - Q, 0).sum()
+    for x in (0, 1):
+        length = int(allocate_reference(confidence(x), np.array([2]), drafts_of[x])[0])
+        if length == 0:
+            law += Q[x] * P
+            continue
+        accepted = min(1, P[x] / Q[x])
+        law[x] += Q[x] * accepted
+        law += Q[x] * (1 - accepted) * residual
+    return law
+
+
+def early_stop(confidence: np.ndarray) -> int:
+    """[P] Alg. 1: admits in order of survival and stops where the rate does not rise."""
+    chance, drafts = survival(confidence)[None], 0
+
+    def rate(drafts: int) -> float:
+        return expected_tokens(chance, np.array([2]), drafts) / COUNTER.at(1 + drafts)
+
+    while drafts < 2 and rate(drafts + 1) > rate(drafts):
+        drafts += 1
+    return drafts
+
+
+def test_a_budget_from_the_block_itself_is_biased() -> None:
+    caps = np.array([2])
+    own = [fill(choose_rows(survival(confidence(x))[None], caps, COUNTER), caps) for x in (0, 1)]
+    assert own == [2, 0]
+    assert law_of_first_token(own)[0] == pytest.approx(0.85)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("older", [0, 1])
+def test_a_lagged_budget_is_not(older: int, overlapped: bool) -> None:
+    """The budget of round 2 comes from the ledger, which knows both blocks or, overlapped, only the older one."""
+    caps, slot, drafts = np.array([2]), np.array([0]), []
+    for first in (0, 1):
+        ledger = RateLedger(1, 2)
+        for n, drafted in enumerate((older, first)):
+            begun = ledger.schedule(slot)
+            if n == 0 or not overlapped:
+                ledger.process(slot, begun.owners, confidence(drafted))
+        seen = ledger.schedule(slot).survival[:1]
+        drafts.append(fill(choose_rows(seen, caps, COUNTER), caps))
+    assert drafts == ([2, 2] if older == 0 else [0, 0])
+    np.testing.assert_allclose(law_of_first_token(drafts), P)
+
+
+def test_early_stop_is_not_either() -> None:
+    drafts = [early_stop(confidence(x)) for x in (0, 1)]
+    np.testing.assert_allclose(law_of_first_token(drafts), P)
+
+
+# -- whether drafting pays
+
+
+def test_a_gain_below_one_ends_drafting_for_a_stretch() -> None:
+    switch = DraftSwitch()
+    steps = [switch.next(8, 0.9) for _ in range(JUDGED_STEPS - 1 + FIRST_PAUSE + 1)]
+    assert steps == [True] * (JUDGED_STEPS - 1) + [False] * FIRST_PAUSE + [True]
+
+
+def test_one_bad_block_does_not() -> None:
+    switch = DraftSwitch()
+    assert all(switch.next(8, 0.5 if n % JUDGED_STEPS == 0 else 1.2) for n in range(200))
+
+
+def test_what_is_not_known_is_drafted() -> None:
+    switch = DraftSwitch()
+    assert all(switch.next(8, None) for _ in range(100))
+
+
+def test_a_batch_that_never_gains_drafts_about_one_step_in_a_hundred() -> None:
+    switch, unknown, drafted = DraftSwitch(), 0, []
+    for _ in range(40_000):
+        drafts = switch.next(8, None if unknown else 0.8)
+        unknown = 2 if not drafts else max(0, unknown - 1)  # two rounds until a block may be seen again
+        drafted.append(drafts)
+    tail = drafted[10_000:]
+    assert 0 < sum(tail) / len(tail) < 0.011
+    assert max(len(list(run)) for on, run in itertools.groupby(tail) if not on) == LONGEST_PAUSE
+
+
+def test_drafting_returns_when_it_pays_or_the_batch_is_another() -> None:
+    switch = DraftSwitch()
+    while switch.next(64, 0.8):
+        pass
+    assert not switch.next(40, None)  # not yet another batch
+    assert switch.next(32, None)  # half as many
+    for _ in range(200):
+        assert switch.next(32, 1.3)
+    while switch.next(32, 0.8):
+        pass
+    pause = 1 + len(list(itertools.takewhile(lambda drafts: not drafts, (switch.next(32, None) for _ in range(5000)))))
+    assert pause == FIRST_PAUSE  # success made the pauses short again
+
+
+def test_gain_of_drafting() -> None:
+    assert drafting_gain(tokens=24, seconds=0.015, requests=8, plain_seconds=0.010) == pytest.approx(2.0)
+    assert drafting_gain(tokens=8, seconds=0.012, requests=8, plain_seconds=0.010) < 1
