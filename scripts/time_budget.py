@@ -38,7 +38,7 @@ from di_jax.sampling_params import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "time-budget-cpu.json"
 SEED = 20260910
-PROMPT, TARGET_MS = 100_000, 250.0
+PROMPT, TARGET_MS = 48_000, 500.0
 CHATS, CHAT_PROMPT, CHAT_ANSWER = 8, 48, 64
 ALONE_S = 10.0  # of chats only, before the long prompt and after it
 BLOCK = 128
@@ -47,16 +47,18 @@ BLOCK = 128
 @dataclasses.dataclass
 class Timeline:
     """What happened, in seconds from the start. tokens: (when, seconds since the chat's token before) of every chat
-    token but first ones; arrived, answered: of the long prompt, and of its first token; chunks: of it."""
+    token but first ones, which are in firsts: (when, seconds since the chat came). arrived, answered: of the long
+    prompt, and of its first token; chunks: of it."""
 
     tokens: list[tuple[float, float]]
+    firsts: list[tuple[float, float]]
     arrived: float
     answered: float
     chunks: int
 
-    def gaps(self, *, meanwhile: bool) -> np.ndarray:
-        """Times between tokens, in which the long prompt was read at least for a part, or not."""
-        when, gaps = np.array(self.tokens).T
+    def gaps(self, *, meanwhile: bool, firsts: bool = False) -> np.ndarray:
+        """Times between tokens, or to first ones, in which the long prompt was read at least for a part, or not."""
+        when, gaps = np.array(self.firsts if firsts else self.tokens).T
         return gaps[((when > self.arrived) & (when - gaps < self.answered)) == meanwhile]
 
 
@@ -99,6 +101,7 @@ def watch(engine: Engine, prompt: int, alone_s: float) -> Timeline:
     vocabulary, began = engine.parts.model_config.vocab_size, time.perf_counter()
     chats: dict[str, tuple[Request, int, float]] = {}  # tokens so far, and when the last one came
     tokens: list[tuple[float, float]] = []
+    firsts: list[tuple[float, float]] = []
     long: Request | None = None
     arrived = answered = float("inf")
     chunks = 0
@@ -130,8 +133,8 @@ def watch(engine: Engine, prompt: int, alone_s: float) -> Timeline:
                 if request.request_id not in chats:
                     continue
                 _, count, last = chats[request.request_id]
-                if count and request.num_output_tokens > count:
-                    tokens.append((now, now - last))
+                if request.num_output_tokens > count:
+                    (tokens if count else firsts).append((now, now - last))
                 chats[request.request_id] = request, request.num_output_tokens, now
                 if request.finished:
                     del chats[request.request_id]
@@ -139,7 +142,7 @@ def watch(engine: Engine, prompt: int, alone_s: float) -> Timeline:
         engine.abort(request_id)
     while engine.step() is not None:
         pass
-    return Timeline(tokens, arrived, answered, chunks)
+    return Timeline(tokens, firsts, arrived, answered, chunks)
 
 
 def summary(timeline: Timeline, target_ms: float | None) -> dict[str, Any]:
@@ -149,6 +152,8 @@ def summary(timeline: Timeline, target_ms: float | None) -> dict[str, Any]:
         gaps = 1e3 * timeline.gaps(meanwhile=meanwhile)
         p50, p90, p99 = np.quantile(gaps, (0.5, 0.9, 0.99)).tolist()
         row[name] = {"tokens": len(gaps), "p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "max_ms": float(gaps.max())}
+        firsts = 1e3 * timeline.gaps(meanwhile=meanwhile, firsts=True)
+        row[name] |= {"first_tokens": len(firsts), "first_token_p50_ms": float(np.median(firsts))}
     reading = timeline.answered - timeline.arrived
     row |= {"ttft_s": reading, "chunks": timeline.chunks}
     row["chat_tokens_per_s_beside_prompt"] = row["beside_prompt"]["tokens"] / reading

@@ -176,7 +176,7 @@ def answer(engine: Engine, bench: BenchGroup, batch: int, salt: str) -> Run:
     sampling = SamplingParams(
         temperature=1.0, max_tokens=bench.output_len, ignore_eos=True, detokenize=False, cache_salt=salt
     )
-    lengths = [max(1, bench.prompt_len - index * block // batch) for index in range(batch)]
+    lengths = [max(1, bench.prompt_len - index * block // batch) for index in reversed(range(batch))]
     prompts = [random.integers(0, engine.parts.model_config.vocab_size, length).tolist() for length in lengths]
     admissions, calls = [], []
     with _pauses() as pauses:

@@ -225,6 +225,10 @@ class Clock:
         self.now += seconds
 
 
+class DeviceError(Exception):
+    """A step failed."""
+
+
 class FakeDevice:
     """What `Engine` uses of a `ModelRunner`.
 
@@ -294,7 +298,7 @@ class FakeDevice:
         return FakeOutput(self, flight, outputs, seconds)
 
     def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
-        assert ("copy", None) in self.warm
+        assert ("copy", None) in self.warm, "the copies are compiled while requests run"
         assert launches is None or max(own.launches for own in copies) <= launches
         for rank, own in enumerate(copies):
             own.check(self.layout)
@@ -311,7 +315,7 @@ class FakeDevice:
                 self.copies += 1
 
     def snapshot(self, slots: Sequence[int], layers: int) -> FakeSnapshot:
-        assert ("snapshot", layers) in self.warm
+        assert ("snapshot", layers) in self.warm, "the snapshots are compiled while requests run"
         rings: list[np.ndarray | None] = []
         for rank, slot in enumerate(slots):
             if slot == NOTHING:
@@ -325,7 +329,7 @@ class FakeDevice:
         return FakeSnapshot(rings)
 
     def restore(self, slots: Sequence[int], rings: Sequence[np.ndarray | None], layers: int) -> None:
-        assert ("snapshot", layers) in self.warm
+        assert ("snapshot", layers) in self.warm, "the snapshots are compiled while requests run"
         for rank, (slot, ring) in enumerate(zip(slots, rings, strict=True)):
             assert (slot == NOTHING) == (ring is None)
             if ring is None:
@@ -518,7 +522,9 @@ class FakeDevice:
             self._touch(rank, table[: t[i] // size + 1], writes=False)
             self._touch(rank, [table[t[i] // size]])
         _store_one(caches.history, caches.history_at, slot, token, t)
-        looks = [_read_one(caches.history, caches.history_at, slot, t - back, -1) for back in range(model.look_back + 1)]
+        looks = [
+            _read_one(caches.history, caches.history_at, slot, t - back, -1) for back in range(model.look_back + 1)
+        ]
         h = model.embed(looks)
         width = int(t.max(initial=0)) // size + 1
         table = view["block_table"][live][:, :width].astype(np.int64)
@@ -570,9 +576,7 @@ class FakeDevice:
         return tokens, logprobs
 
 
-def _rows_of(
-    tile_sequence: np.ndarray, first_row: np.ndarray, count: np.ndarray, tile: int
-) -> dict[int, np.ndarray]:
+def _rows_of(tile_sequence: np.ndarray, first_row: np.ndarray, count: np.ndarray, tile: int) -> dict[int, np.ndarray]:
     """The rows of each sequence that has some, which own the tiles that they lie in; the others are nobody's."""
     owner = np.full(len(tile_sequence), -1)
     rows: dict[int, np.ndarray] = {}

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import Setup
+from fake_device import DeviceError, FakeDevice, Setup
 from fake_session import Session, ids
-from hypothesis import HealthCheck, example, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from di_jax.engine.sequence import Request
+from di_jax.engine import prefix_cache
+from di_jax.engine.cache_chores import CacheChores
+from di_jax.engine.scheduler import Scheduler
+from di_jax.engine.sequence import Request, Sequence
+from di_jax.engine.slot_table import SlotTable
+from di_jax.engine.state_programs import StateCopies
 from di_jax.prompts import QueueFullError, RequestError
 from di_jax.sampling_params import SamplingParams
 
@@ -39,6 +44,7 @@ class Scenario:
     setup: Setup
     arrivals: tuple[Arrival, ...]
     jumps: tuple[tuple[int, float], ...] = ()  # (step, seconds that pass before it)
+    faults: tuple[tuple[int, str], ...] = ()  # (step, what goes wrong on the device in it)
     seed: int = 0
 
 
@@ -79,7 +85,7 @@ def arrivals(draw: st.DrawFn, longest: int) -> tuple[Arrival, ...]:
 
 
 @st.composite
-def setups(draw: st.DrawFn, replays: tuple[tuple[str, str], ...], *, mesh: bool = True) -> Setup:
+def setups(draw: st.DrawFn, replays: SequenceOf[tuple[str, str]], *, mesh: bool = True) -> Setup:
     window, size = draw(st.sampled_from([(16, 16), (4, 16), (16, 128)]))
     most = draw(st.sampled_from([8, 20, 40] if size == 16 else [2, 5]))  # blocks of a sequence
     tokens = draw(st.sampled_from([size, 2 * size, 128, 256]))
@@ -118,43 +124,60 @@ def setups(draw: st.DrawFn, replays: tuple[tuple[str, str], ...], *, mesh: bool 
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, replays: tuple[tuple[str, str], ...]) -> Scenario:
+def scenarios(draw: st.DrawFn, *replays: tuple[str, str]) -> Scenario:
+    """replays: (decoder, encoder), one of which the engine has."""
     setup = draw(setups(replays))
-    jumps = st.lists(st.tuples(st.integers(0, 150), st.sampled_from([0.5, 11.0, 40.0])), max_size=3)
-    return Scenario(setup, draw(arrivals(setup.max_model_len - 1)), tuple(draw(jumps)), draw(st.integers(0, 2**32 - 1)))
+    steps = st.integers(0, 150)
+    faults = st.lists(st.tuples(steps, st.sampled_from(["launch", "wait", "not finite"])), max_size=2)
+    return Scenario(
+        setup,
+        draw(arrivals(setup.max_model_len - 1)),
+        tuple(draw(st.lists(st.tuples(steps, st.sampled_from([0.5, 11.0, 40.0])), max_size=3))),
+        tuple(draw(faults)) if draw(st.integers(0, 3)) == 0 else (),
+        draw(st.integers(0, 2**32 - 1)),
+    )
 
 
 def play(scenario: Scenario) -> Session:
     """Runs a scenario to its end, with all checks of `Session`."""
     with pytest.MonkeyPatch.context() as patch:
         session = Session(scenario.setup, patch, scenario.seed)
-        pending, made = list(scenario.arrivals), dict[int, Request | None]()
-        due: list[tuple[int, Request]] = []
-        limit = scenario.setup.max_model_len - 1
+        pending, made = list(scenario.arrivals), list[Request | None]()
+        aborts: list[tuple[int, Request]] = []
         tick = 0
         while pending or session.engine.has_unfinished:
             while pending and (pending[0].at <= tick or not session.engine.has_unfinished):
                 arrival = pending.pop(0)
-                before = None if arrival.follows is None else made[arrival.follows]
-                prompt = TEXT[: arrival.shared]
-                if before is not None:
-                    prompt = before.prompt_ids + before.sequences[0].output_ids
-                prompt = (prompt + ids(arrival.length, len(made)))[-limit:] if before else prompt + ids(
-                    arrival.length, len(made)
-                )
-                request = submit(session, prompt[:limit], arrival.sampling)
-                made[len(made)] = request
+                request = submit(session, prompt_of(arrival, made, session), arrival.sampling)
+                made.append(request)
                 if request is not None and arrival.abort is not None:
-                    due.append((tick + arrival.abort, request))
-            for step, request in list(due):
-                if step <= tick:
-                    due.remove((step, request))
-                    session.abort(request)
+                    aborts.append((tick + arrival.abort, request))
+            for _, request in [one for one in aborts if one[0] == tick]:
+                session.abort(request)
             session.device.clock.advance(sum(seconds for step, seconds in scenario.jumps if step == tick))
+            for what in (what for step, what in scenario.faults if step == tick):
+                fail(session.device, what)
             session.step()
             tick += 1
         session.finish()
     return session
+
+
+def prompt_of(arrival: Arrival, made: list[Request | None], session: Session) -> list[int]:
+    before = None if arrival.follows is None else made[arrival.follows]
+    known = TEXT[: arrival.shared]
+    if before is not None:
+        known = before.prompt_ids + before.sequences[0].output_ids
+    return (known + ids(arrival.length, len(made)))[: session.setup.max_model_len - 1]
+
+
+def fail(device: FakeDevice, what: str) -> None:
+    if what == "launch":
+        device.fail_launch = DeviceError(what)
+    elif what == "wait":
+        device.fail_host = DeviceError(what)
+    else:
+        device.spoil = True
 
 
 def submit(session: Session, prompt: list[int], sampling: SamplingParams) -> Request | None:
@@ -167,7 +190,9 @@ def submit(session: Session, prompt: list[int], sampling: SamplingParams) -> Req
         assert not room
         return None
     except RequestError:
-        answer = 1 if engine.config.type == "prompt" else min(sampling.max_tokens, session.setup.max_model_len - len(prompt))
+        answer = (
+            1 if engine.config.type == "prompt" else min(sampling.max_tokens, session.setup.max_model_len - len(prompt))
+        )
         ledger = engine.scheduler.ledgers[0]
         assert -(-(len(prompt) + answer) // ledger.block_size) > ledger.num_blocks
         return None
@@ -175,25 +200,168 @@ def submit(session: Session, prompt: list[int], sampling: SamplingParams) -> Req
     return request
 
 
-QUICK = settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
+def examples(count: int) -> settings:
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck))
 
 
-@QUICK
-@given(scenario=scenarios((("off", "off"),)))
+@examples(150)
+@given(scenario=scenarios(("off", "off")))
 def test_without_replay_answers_are_those_of_each_request_alone(scenario: Scenario) -> None:
     play(scenario)
 
 
-@QUICK
-@given(scenario=scenarios((("mask", "off"), ("compact", "off"))))
-def test_with_decoder_replay_only_the_end_of_the_prompt_counts(scenario: Scenario) -> None:
+@examples(100)
+@given(scenario=scenarios(("mask", "off"), ("compact", "off")))
+def test_with_decoder_replay_alone_what_was_cached_does_not_matter(scenario: Scenario) -> None:
     play(scenario)
 
 
-@QUICK
-@given(scenario=scenarios((("off", "on"), ("mask", "on"), ("compact", "on"))))
+@examples(100)
+@given(scenario=scenarios(("off", "on"), ("mask", "on"), ("compact", "on")))
 def test_with_encoder_replay_answers_follow_from_the_hit(scenario: Scenario) -> None:
     play(scenario)
 
 
-_ = (Counter, np, example, note)
+# ---- what went wrong once ----
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
+OFF = {"replay": {"decoder": "off", "encoder": "off"}}
+
+
+def greedy(**fields: Any) -> SamplingParams:
+    return dataclasses.replace(GREEDY, **fields)
+
+
+def test_steps_that_end_early_for_a_preemption_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step that completes is in a report, or a request's end goes unseen."""
+    session = Session(Setup(block_size=16, num_blocks=6, num_slots=3, max_model_len=96, config=OFF), monkeypatch)
+    for number in range(3):
+        session.add(ids(10 + number, number), greedy(max_tokens=40 + number))
+    session.finish()
+    assert session.engine.scheduler.preemptions
+
+
+def test_the_only_answer_gives_way_to_a_prompt_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode step that was to run is empty then."""
+    config = {**OFF, "policy": "deepinfer"}  # up to 70 decode steps between two chunks of a prompt
+    setup = Setup(block_size=16, num_blocks=11, num_slots=2, max_model_len=176, tokens=16, config=config)
+    session = Session(setup, monkeypatch)
+    answer = session.add(ids(15), greedy(max_tokens=100, priority=1))
+    session.step()
+    session.add(ids(64, 1), greedy(max_tokens=8))
+    session.finish()
+    assert answer.sequences[0].num_preemptions == 1
+
+
+def test_nobody_passes_one_that_has_lost_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill step that would admit nobody was chosen."""
+    setup = Setup(block_size=16, num_blocks=8, num_slots=4, max_model_len=128, tokens=32, config=OFF)
+    session = Session(setup, monkeypatch)
+    session.add(ids(20), greedy(max_tokens=60))
+    session.step()
+    big = session.add(ids(120, 1), greedy(max_tokens=4))
+    session.step()
+    session.device.clock.advance(11)
+    small = session.add(ids(5, 2), greedy(max_tokens=4))
+    session.finish()
+    assert big.started is not None and small.started is not None and big.started < small.started
+
+
+def test_a_prompt_engine_needs_room_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(block_size=16, num_blocks=8, max_model_len=256, config={**OFF, "type": "prompt"})
+    session = Session(setup, monkeypatch)
+    request = session.add(ids(127), greedy(max_tokens=100))
+    with pytest.raises(RequestError, match="129 tokens, 9 blocks of 16; the engine has 8"):
+        session.add(ids(128), greedy(max_tokens=1))
+    session.finish()
+    assert len(request.sequences[0].output_ids) == 1
+
+
+# ---- what the checks see ----
+
+
+def one_of_each(session: Session) -> None:
+    """Forks, hits with and without window state, preemptions and aborts."""
+    for turn in range(3):
+        requests = [
+            session.add(
+                TEXT[:70] + ids(20, number),
+                greedy(temperature=0.5, seq_seed=number, max_tokens=30, n=1 + number % 3),
+            )
+            for number in range(4)
+        ]
+        session.step()
+        session.step()
+        session.abort(requests[turn])
+        session.finish()
+
+
+SEEN = Setup(block_size=16, num_blocks=26, num_slots=6, max_model_len=160, tokens=128)
+
+
+def test_the_requests_of_the_controls_meet_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(SEEN, monkeypatch)
+    one_of_each(session)
+    assert session.forks and session.restored and session.hits > session.restored
+    assert session.engine.scheduler.preemptions and sum(x.evictions for x in session.engine.scheduler.ledgers)
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+BREAKS: dict[str, tuple[Any, str, Any]] = {
+    "blocks of forks are not copied": (StateCopies, "blocks", property(lambda _: (), nothing)),
+    "slots of forks are not copied": (StateCopies, "slots", property(lambda _: (), nothing)),
+    "window state is not restored": (CacheChores, "before", nothing),
+    "blocks are given back at once": (Scheduler, "_later", lambda _, rank, held, step=0: [*map(rank.release, held)]),
+    "a hit leaves too little to compute": (
+        prefix_cache,
+        "hit_limit",
+        lambda tokens, _, size: (tokens - 1) // size * size,
+    ),
+    "rows before a chunk are forgotten": (Sequence, "tokens", lambda s, a, b: _known(s)[a:b] if b > a + 3 else []),
+    "an answer's numbers start again": (SlotTable, "advance", lambda t, slots: _advance(t, slots)),
+    "the text of another counts": (prefix_cache, "_digest", lambda *parts: bytes(15) + bytes([len(parts)])),
+}
+
+
+def _known(sequence: Sequence) -> list[int]:
+    return sequence.prompt_ids + sequence.output_ids
+
+
+def _advance(table: SlotTable, slots: np.ndarray) -> None:
+    table.position[slots] += 1
+    table.left[slots] -= 1
+    table.output_index[slots] += table.output_index[slots] < 5
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_broken_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken = BREAKS[what]
+    monkeypatch.setattr(where, name, broken)
+    with pytest.raises((AssertionError, RuntimeError, DeviceError)):
+        session = Session(SEEN, monkeypatch)
+        one_of_each(session)
+
+
+@pytest.mark.parametrize("what", ["a cached block", "a ring", "the length of a slot", "the last token"])
+def test_caches_that_change_are_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(dataclasses.replace(SEEN, config=OFF), monkeypatch)
+    session.add(TEXT[:70], greedy(max_tokens=20))
+    for _ in range(5):
+        session.step()
+    caches, ledger = session.device.state[0], session.engine.scheduler.ledgers[0]
+    if what == "a cached block":
+        session.finish()
+        session.add(TEXT[:70] + ids(30), greedy(max_tokens=20))
+        for page in caches.pages:
+            page[list(ledger._cached)] += np.uint64(1)
+    elif what == "a ring":
+        caches.window += np.uint64(1)
+    elif what == "the length of a slot":
+        caches.length += 1
+    else:
+        caches.last_token[:] = (caches.last_token + 1) % 200
+    with pytest.raises(AssertionError):
+        session.finish()
