@@ -167,13 +167,20 @@ class DataRank:
         most room. Returns what it held on the others, to be released after that step."""
         keep = 0
         if len(sequence.held) > 1:
-            by_rank = {ledger.rank: ledger.num_available for ledger in self.ledgers}
-            keep = max(range(len(sequence.held)), key=lambda at: by_rank[sequence.held[at].rank])
+            keep = max(range(len(sequence.held)), key=lambda at: self._room(sequence.held[at].rank))
         left = sequence.held[:keep] + sequence.held[keep + 1 :]
         sequence.held = [sequence.held[keep]]
         del self.prompts[sequence]
         self._begin(sequence)
         return left
+
+    def _room(self, rank: int) -> tuple[float, float]:
+        """To decode on a context rank: the lesser of the shares of slots and of blocks that are free, as a new prompt
+        needs both on all of them; then that of slots. A slot is free where nobody decodes: prompts leave most of theirs
+        soon."""
+        ledger, table = self._ledger(rank), self._table(rank)
+        slots = sum(sequence is None for sequence in table.sequences) / ledger.num_slots
+        return min(slots, ledger.num_available / ledger.num_blocks), slots
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
         """Lets `child`, another answer to the prompt that `parent` has just settled, go on from its caches: it shares
@@ -262,11 +269,14 @@ class DataRank:
 
     # -- preemption
 
-    def candidates(self, known: Callable[[Sequence], int]) -> tuple[list[Sequence], list[Candidate]]:
-        """Who could be preempted, and what that costs. known: tokens that would have to be computed again."""
-        sequences = list(self.running)
-        return sequences, [
-            Candidate(s.priority, s.arrival, known(s), sum(len(h.blocks) for h in s.held)) for s in sequences
+    def candidates(
+        self, ledger: BlockManager, known: Callable[[Sequence], int]
+    ) -> tuple[list[Sequence], list[Candidate]]:
+        """Who could be preempted to free blocks of a ledger, and what that costs. known: tokens that would have to be
+        computed again."""
+        holders = [(s, held) for s in self.running if (held := s.holding(ledger.rank)) is not None]
+        return [s for s, _ in holders], [
+            Candidate(s.priority, s.arrival, known(s), len(held.blocks)) for s, held in holders
         ]
 
     def _at(self, rank: int) -> int:

@@ -345,7 +345,7 @@ class Scheduler:
                         break
                     if not preempt:
                         return None
-                    self._preempt(rank, now)
+                    self._preempt(rank, ledger, now)
                 for slot in short:
                     rank.grow(ledger.rank, slot)
         parts = []
@@ -363,9 +363,10 @@ class Scheduler:
                     self.chores.snapshots.append((ledger.rank, int(slots[at]), parts[-1].sequences[at], end))
         return DecodeBatch(parts)
 
-    def _preempt(self, rank: DataRank, now: float) -> None:
-        """Sends one sequence of a rank back to the queue; it will compute its tokens again, but those still cached."""
-        sequences, candidates = rank.candidates(len)
+    def _preempt(self, rank: DataRank, ledger: BlockManager, now: float) -> None:
+        """Sends one sequence that holds blocks of a ledger back to the queue; it will compute its tokens again, but
+        those still cached."""
+        sequences, candidates = rank.candidates(ledger, len)
         at = choose_victim(candidates)
         if at is None:
             raise RuntimeError("no sequence can be preempted, and none finds a block: the pool is too small")
@@ -378,7 +379,7 @@ class Scheduler:
 
 
 def _may_pass(passed: int, sequence: Sequence, now: float) -> bool:
-    """Whether those behind a sequence that finds no room may go before it, when it is one of `passed` that find none."""
+    """Whether those behind a sequence that finds no room, one of `passed` that find none, may go before it."""
     return passed <= LOOK_AHEAD and now - sequence.waiting_since <= PATIENCE_S
 
 
