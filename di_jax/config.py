@@ -257,34 +257,57 @@ class KernelsGroup(Group):
         return tuple((op, implementation) for op, implementation in named.items() if implementation is not None)
 
 
+def _checked_bias(bias: Mapping[Any, Any] | None) -> dict[int, float] | None:
+    """By token id, from ids as numbers or, as JSON has them, as text. Raises ConfigError."""
+    checked: dict[int, float] = {}
+    for token, value in (bias or {}).items():
+        plain = type(token) is int or (isinstance(token, str) and token.isascii() and token.isdigit())
+        if not plain or int(token) < 0:
+            raise ConfigError(f"sampling.logit_bias: {show(token)} is not a token id")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ConfigError(f"sampling.logit_bias.{token}: {show(value)} is not a number from -100 to 100")
+        checked[int(token)] = float(value)
+    return None if bias is None else checked
+
+
 @dataclass(frozen=True)
 class SamplingGroup(Group):
     """Defaults of a request's `sampling`."""
 
     PATH: ClassVar[str] = "sampling"
     temperature: float = key(1.0, low=0)  # 0: greedy
-    top_p: float = key(1.0, only=(1.0,))
-    top_k: int = key(0, only=(0, -1))
-    min_p: float = key(0.0, only=(0.0,))
+    top_p: float = key(1.0, above=0, high=1)  # 1: off
+    top_k: int = key(0, low=-1, high=2**31 - 1)  # 0 and -1: off
+    min_p: float = key(0.0, low=0, high=1)  # 0: off
     max_tokens: int = key(16, low=1)
-    min_tokens: int = key(0, only=(0,))
+    min_tokens: int = key(0, low=0, high=2**31 - 1)  # before so many nothing ends an answer; at most max_tokens
     seq_seed: int | None = None  # null: drawn anew for every request
     stop: tuple[str, ...] | None = None  # texts that end an answer
     stop_token_ids: tuple[int, ...] | None = key(None, low=0)
     ignore_eos: bool = False
-    logprobs: int | None = key(None, only=(None,))
+    logprobs: int | None = key(None, low=0, high=20)  # likeliest ids told beside each token, under the raw logits
     prompt_logprobs: int | None = key(None, only=(None,))
     n: int = key(1, only=(1,))
-    presence_penalty: float = key(0.0, only=(0.0,))
-    frequency_penalty: float = key(0.0, only=(0.0,))
-    repetition_penalty: float = key(1.0, only=(1.0,))
-    logit_bias: Mapping[str, Any] | None = key(None, only=(None,))
-    bad_words: tuple[str, ...] | None = key(None, only=(None,))
+    presence_penalty: float = key(0.0, low=-2, high=2)
+    frequency_penalty: float = key(0.0, low=-2, high=2)
+    repetition_penalty: float = key(1.0, above=0)  # 1: off
+    logit_bias: Mapping[str, Any] | None = None  # by token id: -100 to 100, added to its logit
+    bad_words: tuple[str, ...] | None = None  # texts that answers must not hold, word by word as they are tokenized
     priority: int = 0  # lower goes first; 30 s of waiting count as one
     so_args: Mapping[str, Any] | None = key(None, only=(None,))
     forced_token_ids: tuple[int, ...] | None = key(None, only=(None,))
     deadline_s: float | None = key(None, above=0)  # from arrival to the end of the answer
     cache_salt: str | None = None  # prefixes are shared between requests of one salt only
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"sampling.min_tokens: {self.min_tokens} is more than sampling.max_tokens = {self.max_tokens}"
+            )
+        if not all(word for word in self.bad_words or ()):
+            raise ConfigError(f"sampling.bad_words: {show(self.bad_words)} holds an empty text")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ def _convert(hint: Any, value: Any) -> Any:
                 raise _MismatchError from error
             if math.isfinite(number) and (number == value or (hint is float and isinstance(value, Decimal))):
                 return number
+    elif origin is Mapping and isinstance(value, Mapping):
+        return dict(value)
     elif type(value) is hint:
         return value
     raise _MismatchError

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from di_jax.config import Config, load_config
 from di_jax.engine.engine import Engine
-from di_jax.engine.sequence import Request, RequestFailure
+from di_jax.engine.extra_sampling import LOGPROB_FLOOR
+from di_jax.engine.sequence import Request, RequestFailure, Sequence
 from di_jax.engine.setup import build_engine_parts
 from di_jax.errors import UserError
 from di_jax.parallel.agreement import ProcessError
@@ -35,11 +36,20 @@ from di_jax.prompts import PromptEncoder
 from di_jax.sampling_params import SamplingParams
 from di_jax.tokenizer import Tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "Prompt", "RequestOutput", "SamplingParams"]
 
 # A text, or one of {"prompt": text}, {"prompt_token_ids": ids}, {"messages": chat}.
 Prompt = str | Mapping[str, Any]
 Sampling = SamplingParams | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token in one place of an answer, under the raw logits; -inf is told as -9999. rank: 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class CompletionOutput:
 
     token_ids: with the end token or stop id that ended it, which `text` leaves out. cumulative_logprob: natural, under
     the raw logits. finish_reason: stop, length, abort; None while it runs. stop_reason: the stop id or stop text, None
-    for the end token.
+    for the end token. logprobs: when sampling.logprobs = k was given, for every token of the answer the token itself
+    and the k likeliest ids.
     """
 
     index: int
@@ -57,6 +68,7 @@ class CompletionOutput:
     cumulative_logprob: float
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,7 @@ class _Job:
     failure: RequestFailure | None = None
     told: int = 0  # tokens of its answers when it was last looked at
     known: RequestOutput | None = None
+    logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)  # by choice, as far as they were told
 
     @property
     def finished(self) -> bool:
@@ -99,7 +112,7 @@ class _Job:
         before, self.told = self.told, 0 if self.request is None else self.request.num_output_tokens
         return self.finished or self.told > before
 
-    def output(self) -> RequestOutput:
+    def output(self, tokenizer: Tokenizer) -> RequestOutput:
         if self.known is not None:
             return self.known
         if self.request is None or self.request.failure is not None:
@@ -110,7 +123,15 @@ class _Job:
             return RequestOutput(self.request_id, self.index, self.prompt, ids, [], True, error=error)
         request = self.request
         outputs = [
-            CompletionOutput(s.index, s.text, list(s.output_ids), math.fsum(s.logprobs), s.finish_reason, s.stop_reason)
+            CompletionOutput(
+                s.index,
+                s.text,
+                list(s.output_ids),
+                math.fsum(s.logprobs),
+                s.finish_reason,
+                s.stop_reason,
+                self._logprobs(s, tokenizer),
+            )
             for s in request.sequences
         ]
         return RequestOutput(
@@ -123,6 +144,23 @@ class _Job:
             request.seq_seed,
             request.metrics(),
         )
+
+    def _logprobs(self, sequence: Sequence, tokenizer: Tokenizer) -> list[dict[int, Logprob]] | None:
+        if sequence.sampling.logprobs is None:
+            return None
+        told = self.logprobs.setdefault(sequence.index, [])
+        for at in range(len(told), len(sequence.output_ids)):
+            top, token = sequence.tops[at], sequence.output_ids[at]
+            ranks = {token: (sequence.logprobs[at], top.rank)}
+            for rank, (other, logprob) in enumerate(zip(top.ids, top.logprobs), 1):
+                ranks.setdefault(other, (logprob, rank))
+            told.append(
+                {
+                    other: Logprob(max(logprob, LOGPROB_FLOOR), rank, tokenizer.token_text(other))
+                    for other, (logprob, rank) in ranks.items()
+                }
+            )
+        return list(told)
 
 
 class LLM:
@@ -224,7 +262,7 @@ class LLM:
     def _streamed(self, pairs: list[tuple[Prompt, Sampling]]) -> Generator[RequestOutput]:
         with contextlib.closing(self._drive(pairs)) as jobs:
             for job in jobs:
-                yield job.output()
+                yield job.output(self.tokenizer)
 
     def _finished(self, pairs: list[tuple[Prompt, Sampling]], use_tqdm: bool) -> Generator[RequestOutput]:
         began, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
@@ -236,7 +274,7 @@ class LLM:
             for job in jobs:
                 if not job.finished:
                     continue
-                output = job.output()
+                output = job.output(self.tokenizer)
                 if output.error is None:
                     prompt_tokens += len(output.prompt_token_ids)
                     output_tokens += sum(len(answer.token_ids) for answer in output.outputs)
@@ -305,7 +343,7 @@ class LLM:
         agreement = self._agreement
         if agreement.num_processes == 1:
             return ended, working
-        own = {"working": working, "ended": [dataclasses.asdict(job.output()) for job in ended]}
+        own = {"working": working, "ended": [dataclasses.asdict(job.output(self.tokenizer)) for job in ended]}
         everyone = [json.loads(told) for told in agreement.exchange(json.dumps(own).encode(), "finished requests")]
         working = any(told["working"] for told in everyone)
         if not working:
@@ -337,5 +375,12 @@ class LLM:
 
 def _known_job(raw: dict[str, Any]) -> _Job:
     """A job that ended, from the fields of its output."""
-    output = RequestOutput(**raw | {"outputs": [CompletionOutput(**answer) for answer in raw["outputs"]]})
+    output = RequestOutput(**raw | {"outputs": [_known_answer(answer) for answer in raw["outputs"]]})
     return _Job(output.request_id, output.index, output.prompt, None, known=output)
+
+
+def _known_answer(raw: dict[str, Any]) -> CompletionOutput:
+    logprobs = raw["logprobs"] and [
+        {int(token): Logprob(**told) for token, told in place.items()} for place in raw["logprobs"]
+    ]
+    return CompletionOutput(**raw | {"logprobs": logprobs})

@@ -27,7 +27,8 @@ class SamplingParams(SamplingGroup):
 
     temperature: 0 is greedy. n: independent answers. max_tokens: clipped to what the context leaves. stop: a text or
     several. seq_seed: 64 bits, larger values are masked; None draws one, which the output reports. forced_token_ids:
-    ids to emit by output index, -1 is free, and so is what follows the list. detokenize off leaves `text` empty.
+    ids to emit by output index, -1 is free, and so is what follows the list. allowed_token_ids: no others are drawn.
+    detokenize off leaves `text` empty.
     Raises SamplingError, a ValueError, naming the field.
     """
 
@@ -37,7 +38,7 @@ class SamplingParams(SamplingGroup):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    allowed_token_ids: tuple[int, ...] | None = key(None, only=(None,))
+    allowed_token_ids: tuple[int, ...] | None = key(None, low=0)
 
     def __post_init__(self) -> None:
         try:
@@ -48,6 +49,8 @@ class SamplingParams(SamplingGroup):
             object.__setattr__(self, "stop", (self.stop,))
         if not all(self.stop or ()):
             raise SamplingError(f"sampling.stop: {self.stop!r} holds an empty text, which would end every answer")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise SamplingError("sampling.allowed_token_ids: is empty, so nothing could be drawn; give ids or null")
         if self.stop and not self.detokenize:
             raise SamplingError("sampling.stop: needs sampling.detokenize, for stops are searched in the text")
         low, high = TEMPERATURES

@@ -114,6 +114,10 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
+    def token_text(self, token_id: int) -> str:
+        """One id as text, special tokens by their spelling; U+FFFD for bytes that are no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
 
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():

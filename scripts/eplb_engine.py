@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from di_jax.config import load_config
 from di_jax.engine.engine import Engine
-from di_jax.engine.step_policy import DECODE
 from di_jax.engine.setup import build_engine_parts
+from di_jax.engine.step_policy import DECODE
 from di_jax.parallel.eplb import initial_slots, moe_lb, rank_loads
 from di_jax.parallel.expert_statistics import expert_tokens
 from di_jax.prompts import PromptEncoder

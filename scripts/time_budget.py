@@ -82,11 +82,11 @@ def settings(checkpoint: Path, prompt: int, compile_dir: str | None) -> Config:
         "model.path": str(checkpoint),
         "engine.max_num_seqs": CHATS + 1,
         "engine.max_num_batched_tokens": 2048,
-        "engine.prefill_buckets": [128, 512, 2048],
+        "engine.prefill_buckets": [256, 512, 2048],
         "engine.decode_buckets": [CHATS + 1],
         "engine.max_model_len": length,
         "engine.context_buckets": [1024, *(length >> halvings for halvings in (2, 1, 0) if length >> halvings > 1024)],
-        "engine.num_blocks": length // BLOCK + 4 * CHATS,
+        "engine.num_blocks": 2 * length // BLOCK,
         "engine.prefix_caching": False,
         "engine.warmup": False,  # `measure` compiles those that are needed: the long prompt never decodes
         "engine.log_interval": 0,

@@ -119,8 +119,8 @@ def test_the_features_to_come_are_off_only() -> None:
     to_come = {
         "engine.batch_invariant",
         "speculative.enabled",
-        "sampling.top_p",
-        "sampling.logprobs",
+        "sampling.prompt_logprobs",
+        "sampling.so_args",
     }
     assert to_come <= set(OFF_ONLY)
     with pytest.raises(ConfigError) as refusal:

@@ -107,7 +107,7 @@ def test_seven_answers_and_one_error(
         ({"prompt_token_ids": [5, 512]}, "prompt_token_ids[1]: 512"),
         ({"prompt_token_ids": [5] * 384}, "engine.max_model_len = 384"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "<｜User｜>"),
-        ({"prompt": "a", "sampling": {"top_k": 3}}, "sampling.top_k: 3 is not available yet"),
+        ({"prompt": "a", "sampling": {"so_args": {}}}, "sampling.so_args: {} is not available yet"),
         ({"prompt": "a", "sampling": [1]}, "sampling: expected an object, found list"),
         ({"prompt": "a", "samplng": {}}, "samplng: unknown field; did you mean sampling?"),
         ({"prompt": "a", "messages": []}, "found prompt and messages"),

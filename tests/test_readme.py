@@ -82,3 +82,15 @@ def test_the_performance_table_quotes_the_committed_rows() -> None:
         row = committed[phase, int(batch)]
         assert float(speed.replace(",", "")) == pytest.approx(row["tokens_per_s"], rel=0.01), line
         assert float(step) == pytest.approx(row["step_ms"], rel=0.01), line
+
+
+def test_the_host_table_quotes_the_committed_results() -> None:
+    match = re.search(r"<!-- host table: (\S+) -->\n(.*?)<!-- end of host table -->", README, re.DOTALL)
+    assert match is not None
+    rows = json.loads((ROOT / match[1]).read_text(encoding="utf-8"))["rows"]
+    newest = {row["batch"]: row for row in rows if (row["phase"], row["max_model_len"]) == ("decode", 4096)}
+    quoted = re.findall(r"^\| (\d+) \| (\d+) us \| (\d+) us \| (\d+) us \|$", match[2], re.MULTILINE)
+    assert [int(batch) for batch, *_ in quoted] == sorted(newest)
+    for batch, *told in quoted:
+        row = newest[int(batch)]
+        assert [int(t) for t in told] == [round(row[name]) for name in ("schedule_us", "post_us", "host_us")]

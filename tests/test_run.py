@@ -156,7 +156,7 @@ def test_interrupted(command: Callable[[str, Command], None], capsys: pytest.Cap
         ("generate --config quickstart --dump a", ["--dump is not an option of generate"]),
         ("score --config quickstart --judge-only a", ["--judge-only is not an option of score"]),
         ("eval --config quickstart --dump a --judge-only b", ["--dump and --judge-only are both given"]),
-        ("--config quickstart --set sampling.top_p=0.9", ["sampling.top_p: 0.9 is not available yet"]),
+        ("--config quickstart --set sampling.so_args={}", ["sampling.so_args: {} is not available yet"]),
     ],
 )
 def test_bad_arguments_are_one_line_and_2(

@@ -39,22 +39,19 @@ def test_every_field_of_the_config_is_one_of_a_request() -> None:
     }  # fmt: skip
 
 
-OFF = [
-    ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("min_tokens", 1), ("presence_penalty", 0.5),
-    ("frequency_penalty", 0.5), ("repetition_penalty", 1.1), ("logit_bias", {"5": 1.0}), ("bad_words", ["x"]),
-    ("logprobs", 1), ("prompt_logprobs", 1), ("allowed_token_ids", [5]), ("so_args", {"schema_type": "regex"}),
-    ("priority", 1), ("deadline_s", 1.0), ("cache_salt", "x"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), OFF)
+@pytest.mark.parametrize(("name", "value"), [("prompt_logprobs", 1), ("so_args", {"schema_type": "regex"})])
 def test_what_is_to_come_is_refused_and_its_off_value_taken(name: str, value: Any) -> None:
     with pytest.raises(SamplingError, match=rf"^sampling\.{name}: .* is not available yet"):
         SamplingParams.from_dict({name: value})
     assert getattr(SamplingParams.from_dict({name: getattr(SamplingParams(), name)}), name) == getattr(
         SamplingParams(), name
     )
-    assert SamplingParams(top_k=-1).top_k == -1
+
+
+def test_ids_of_a_bias_may_be_text_as_json_has_them() -> None:
+    params = SamplingParams.from_dict({"logit_bias": {"5": 1, 7: -2.5}})
+    assert params.logit_bias == {5: 1.0, 7: -2.5}
+    assert SamplingParams(logit_bias={}).logit_bias == {} and SamplingParams().logit_bias is None
 
 
 @pytest.mark.parametrize(
@@ -79,6 +76,23 @@ def test_what_is_to_come_is_refused_and_its_off_value_taken(name: str, value: An
         ({"stop_token_ids": 5}, "sampling.stop_token_ids: 5 has the wrong type"),
         ({"forced_token_ids": [3, -2]}, "sampling.forced_token_ids: [3, -2] is out of range; expected at least -1"),
         ({"seq_seed": 1.5}, "sampling.seq_seed: 1.5 has the wrong type"),
+        ({"top_p": 0}, "sampling.top_p: 0.0 is out of range; expected more than 0"),
+        ({"top_p": 1.01}, "sampling.top_p: 1.01 is out of range; expected at most 1"),
+        ({"top_k": -2}, "sampling.top_k: -2 is out of range; expected at least -1"),
+        ({"min_p": 1.5}, "sampling.min_p: 1.5 is out of range"),
+        ({"presence_penalty": 2.5}, "sampling.presence_penalty: 2.5 is out of range"),
+        ({"frequency_penalty": -3}, "sampling.frequency_penalty: -3.0 is out of range"),
+        ({"repetition_penalty": 0}, "sampling.repetition_penalty: 0.0 is out of range; expected more than 0"),
+        ({"min_tokens": 17}, "sampling.min_tokens: 17 is more than sampling.max_tokens = 16"),
+        ({"logprobs": 21}, "sampling.logprobs: 21 is out of range; expected at most 20"),
+        ({"logit_bias": [5]}, "sampling.logit_bias: [5] has the wrong type; expected a mapping"),
+        ({"logit_bias": {"five": 1}}, "sampling.logit_bias: five is not a token id"),
+        ({"logit_bias": {"-5": 1}}, "sampling.logit_bias: '-5' is not a token id"),
+        ({"logit_bias": {"5": 101}}, "sampling.logit_bias.5: 101 is not a number from -100 to 100"),
+        ({"logit_bias": {"5": float("nan")}}, "sampling.logit_bias.5: nan is not a number"),
+        ({"bad_words": ["a", ""]}, "sampling.bad_words: ['a', ''] holds an empty text"),
+        ({"allowed_token_ids": []}, "sampling.allowed_token_ids: is empty"),
+        ({"allowed_token_ids": [-1]}, "sampling.allowed_token_ids: [-1] is out of range"),
         ([], "sampling: expected an object of fields, found list"),
     ],
 )
@@ -93,7 +107,7 @@ def test_the_constructor_checks_too() -> None:
     with pytest.raises(SamplingError, match=r"sampling\.max_tokens"):
         SamplingParams(max_tokens=-1)
     with pytest.raises(SamplingError, match=r"sampling\.top_p"):
-        dataclasses.replace(SamplingParams(), top_p=0.5)
+        dataclasses.replace(SamplingParams(), top_p=1.5)
 
 
 def test_seeds_are_64_bit_and_drawn_when_missing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import shutil
 import sys
@@ -16,7 +17,7 @@ from di_jax.commands.lines import LineFile
 from di_jax.commands.records import Record, print_result, read_records, records_of_texts, refuse_input_as_output
 from di_jax.config import Config
 from di_jax.errors import UserError
-from di_jax.llm import LLM, RequestOutput
+from di_jax.llm import LLM, Logprob, RequestOutput
 from di_jax.parallel import processes
 from di_jax.platforms.devices import configure_jax, require_devices
 
@@ -118,12 +119,18 @@ def output_record(identity: str, output: RequestOutput) -> dict[str, Any]:
                 "token_ids": answer.token_ids,
                 "finish_reason": answer.finish_reason,
                 "cumulative_logprob": answer.cumulative_logprob,
+                **({} if answer.logprobs is None else {"logprobs": _told(answer.logprobs)}),
             }
             for answer in output.outputs
         ],
         "metrics": output.metrics,
         "seq_seed": output.seq_seed,
     }
+
+
+def _told(logprobs: list[dict[int, Logprob]]) -> list[dict[str, dict[str, Any]]]:
+    """Of every token: what is known of it and of the likeliest, by id."""
+    return [{str(token): dataclasses.asdict(known) for token, known in place.items()} for place in logprobs]
 
 
 def summary_of(results: list[dict[str, Any]], wall_s: float, compiles: int) -> dict[str, Any]:

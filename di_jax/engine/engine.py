@@ -30,6 +30,7 @@ from di_jax.engine.measurement import Measurement
 from di_jax.engine.metrics import EngineMetrics, StepReport
 from di_jax.engine.results import ABORT, MODEL_ERROR, Results
 from di_jax.engine.runner import StepOutput
+from di_jax.engine.sampling_chores import SamplingChores
 from di_jax.engine.scheduler import Limits, Scheduler
 from di_jax.engine.sequence import Request, RequestFailure, Status
 from di_jax.engine.setup import EngineParts
@@ -87,6 +88,7 @@ class Engine:
         self.intake = Intake(parts, config, self.scheduler)
         layers = rules.snapshot_layers(parts.model_config)
         self.chores = CacheChores(self.runner, self.snapshots, layers, parts.layout.block_size)
+        self.sampling = SamplingChores(self.runner, parts.model_config.vocab_size)
         self.results = Results(self.scheduler, parts.model_config.eos_token_id, self._end)
         self.policy = make_policy(
             config.policy,
@@ -240,9 +242,10 @@ class Engine:
         chores = self.scheduler.chores
         need = batch.need(self.parts.ladder, self.scheduler.ledgers)
         own = [*need.numbers(), batch.num_sequences, batch.num_tokens, *self.chores.launches(chores)]
+        own += self.sampling.launches(batch)
         everyones = self.agreement.gather(np.array(own, np.int32), "the bucket of a step")
         need = Need(*everyones[:, :3].max(axis=0).tolist())
-        restores, copies, snapshots = everyones[:, 5:].max(axis=0).tolist()
+        restores, copies, snapshots, extra, begins = everyones[:, 5:].max(axis=0).tolist()
         num_sequences, num_tokens = everyones[:, 3:5].sum(axis=0).tolist()
         if not need.rows:
             if self._flights:
@@ -257,6 +260,8 @@ class Engine:
         if isinstance(batch, DecodeBatch):
             batch.advance()
         output = self.runner.execute(plans)
+        if extra:
+            output = self.sampling.after(batch, plans, output, begins)
         number = self.scheduler.launched()
         pending = self.chores.after(chores, copies, snapshots)
         launched = time.perf_counter()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 
 from di_jax.config import EngineGroup
+from di_jax.engine.extra_sampling import ExtraSampling
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request, Sequence
 from di_jax.engine.setup import EngineParts
@@ -32,6 +33,9 @@ class Intake:
         stop_ids = set(sampling.stop_token_ids or ())
         if not sampling.ignore_eos:
             stop_ids.add(self.parts.model_config.eos_token_id)
+        extra = ExtraSampling.of(sampling, self.parts.tokenizer, self.parts.model_config.vocab_size)
+        if extra is not None:
+            extra.check(stop_ids, self.parts.model_config.vocab_size)
         request.sequences = [
             Sequence(
                 request_id,
@@ -43,6 +47,7 @@ class Intake:
                 priority=sampling.priority,
                 arrival=arrival,
                 stop_ids=frozenset(stop_ids),
+                extra=extra,
                 request=request,
                 keys=self.scheduler.ranks[0].new_keys(sampling.cache_salt),
                 detokenizer=self._detokenizer(sampling),
@@ -63,6 +68,8 @@ class Intake:
             )
         ids = check_token_ids("prompt_token_ids", prompt_ids, vocabulary)
         check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids or (), vocabulary)
+        check_token_ids("sampling.logit_bias", sampling.logit_bias or (), vocabulary)
+        check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), vocabulary)
         check_token_ids("sampling.forced_token_ids", sampling.forced_token_ids or (), vocabulary, low=-1)
         # A prompt engine gives one token: another engine goes on from it.
         room = 1 if self.config.type == PROMPT else limit - len(prompt_ids)

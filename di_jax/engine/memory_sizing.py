@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from di_jax.config import EngineGroup
+from di_jax.engine.sampling_programs import slot_bytes
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
@@ -62,6 +63,14 @@ def step_memory(bucket: Bucket, executable: Any, num_shapes: int) -> StepMemory:
         IN_FLIGHT * (results + bucket.size * np.dtype(np.int32).itemsize),
         memory.generated_code_size_in_bytes * num_shapes,
     )
+
+
+def sampling_memory(sequences: int, executable: Any) -> StepMemory:
+    """Of the compiled second program (`sampling_programs`) of so many sequences."""
+    memory = executable.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    name = f"drawing the tokens of {sequences} sequences"
+    return StepMemory(name, memory.temp_size_in_bytes, IN_FLIGHT * results, memory.generated_code_size_in_bytes)
 
 
 def blocks_per_sequence(engine: EngineGroup) -> int:
@@ -117,7 +126,8 @@ def block_bytes(layout: CacheLayout) -> int:
 
 
 def slots_bytes(layout: CacheLayout) -> int:
-    return math.ceil(layout.num_slots * layout.bytes_per_slot)
+    """Of the caches, and of what sampling keeps."""
+    return layout.num_slots * (math.ceil(layout.bytes_per_slot) + slot_bytes(layout.config.vocab_size))
 
 
 def describe(engine: EngineGroup, layout: CacheLayout, why: str) -> str:

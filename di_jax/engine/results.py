@@ -10,7 +10,7 @@ import numpy as np
 from di_jax.engine.batch import Batch, DecodeBatch, DecodePart
 from di_jax.engine.runner import StepOutput
 from di_jax.engine.scheduler import Scheduler
-from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status
+from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status, TokenTop
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
 MODEL_ERROR = "model_error"
@@ -55,6 +55,7 @@ class Results:
                 self._rank_of[rank].computed(sequence, work.held, work.end)
             if work.chunk.sample and sequence.status is Status.RUNNING:
                 token, logprob = int(output.token[place]), float(output.logprob[place])
+                _keep_top(sequence, output, place)
                 if sequence.held:
                     self._rank_of[rank].tell(sequence, now)
                 self._append(sequence, token, logprob, moved, ended, now)
@@ -73,6 +74,10 @@ class Results:
             tokens, logprobs = output.token[:count].tolist(), output.logprob[:count].tolist()
             finite = bool(np.isfinite(output.logprob[:count]).all())
             self._register(part)
+            if output.top is not None:
+                for place, sequence in enumerate(part.sequences):
+                    if sequence.status is running:
+                        _keep_top(sequence, output, place)
             for sequence, token, logprob in zip(part.sequences, tokens, logprobs, strict=True):
                 if sequence.status is not running:
                     continue
@@ -158,3 +163,12 @@ class Results:
             if reason == LENGTH and detokenizer.stopped is not None:
                 reason, sequence.stop_reason = STOP, detokenizer.stopped
         self.scheduler.finish(sequence, reason, now)
+
+
+def _keep_top(sequence: Sequence, output: StepOutput, place: int) -> None:
+    """The likeliest ids beside the token that a sequence is about to get, when it asked for them."""
+    if sequence.extra is None or sequence.extra.top is None or output.top is None:
+        return
+    top, count = output.top, sequence.extra.top
+    ids, logprobs = top.ids[place, :count].tolist(), top.logprobs[place, :count].tolist()
+    sequence.tops.append(TokenTop(int(top.rank[place]), ids, logprobs))

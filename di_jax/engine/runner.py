@@ -19,7 +19,9 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from di_jax.engine.extra_sampling import SlotState
 from di_jax.engine.sampler import sample
+from di_jax.engine.sampling_programs import SamplingPrograms, TopTokens
 from di_jax.engine.state_programs import Snapshot, StateCopies, StatePrograms
 from di_jax.engine.step_plan import REPLAY_FIELDS, Bucket, StepPlan
 from di_jax.model.cache import CacheLayout, EngineState
@@ -49,11 +51,13 @@ class StepOutput:
     trace: list[LayerTrace] | None
     load: Array | None  # int32 [L, expert slots] rows that the rank sent to each slot, when counted
     host_tables: RowSource | None = dataclasses.field(default=None, metadata=META)  # that the step asked
+    hidden: Array | None = None  # [S, D] of the rows that tokens were drawn from; stays on device
+    top: TopTokens | None = None  # where a request asked for log-probabilities, of `resample`
 
     def host(self) -> list[StepOutput]:
         """Waits for the results: one output with NumPy arrays for each rank of this process, in their order. Raises
         what a look-up in host memory failed with (CheckpointError, naming the file)."""
-        outputs = self._fetch()
+        outputs = dataclasses.replace(self, hidden=None)._fetch()
         if self.host_tables is not None:
             self.host_tables.raise_failure()
         return outputs
@@ -92,7 +96,8 @@ def step(
     out = model(rows, state, layout, kept=kept, trace=outputs == TRACE)
     hidden, state = out.rows.gathered(out.hidden), out.state
     last = fields["first_row"] if bucket.decode else fields["sample_row"]
-    logits = model.logits(hidden if outputs != TOKENS else hidden[last])
+    drawn_from = hidden[last] if outputs == TOKENS else None
+    logits = model.logits(hidden if drawn_from is None else drawn_from)
     chosen, logprob = sample(
         logits if outputs == TOKENS else logits[last],
         lax.bitcast_convert_type(fields["temperature"], jnp.float32),
@@ -105,7 +110,8 @@ def step(
     target = jnp.where(fields["sample"] > 0, slot, layout.num_slots)
     state = state.replace(last_token=state.last_token.at[target].set(chosen, mode="drop"))
     trace = [jax.tree.map(jax.vmap(rows.gathered), run) for run in out.traces] if outputs == TRACE else None
-    result = StepOutput(chosen, logprob, None if outputs == TOKENS else logits, trace, out.load, model.host_tables)
+    told = None if outputs == TOKENS else logits
+    result = StepOutput(chosen, logprob, told, trace, out.load, model.host_tables, drawn_from)
     return jax.tree.map(lambda a: a[None], result), state
 
 
@@ -152,6 +158,7 @@ class ModelRunner:
         self.layout, self.parallel, self.plan = layout, model.parallel, model.parallel.mesh
         self.mesh = self.plan.build() if mesh is None else mesh
         self.graph, self.params = nnx.split(model)
+        self._hidden_dtype = model.numerics.dtype
         self._buffers = NamedSharding(self.mesh, PartitionSpec(self.plan.rank_axes))
         places = self._buffers.addressable_devices_indices_map((self.plan.world,))
         self.local_ranks = sorted(index[0].indices(self.plan.world)[0] for index in places.values() if index)
@@ -166,6 +173,10 @@ class ModelRunner:
         self._compiled: dict[tuple[Bucket, str], Any] = {}
         self._move: Any = None
         self._programs = StatePrograms(self.mesh, self.plan, layout)
+        head: Any = self.params["head"]
+        spec: Any = parameter_specs(self.params, self.plan)["head"]["weight"]
+        self._sampling = SamplingPrograms(self.mesh, self.plan, layout, head["weight"].get_value(), spec.get_value())
+        self._sampling.reset()
         self._lock = threading.Lock()
 
     @property
@@ -190,11 +201,20 @@ class ModelRunner:
 
     def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int = 2) -> None:
         """Compiles every bucket ahead of time, as `compile_together`."""
-        todo = [b for b in buckets if (b, outputs) not in self._compiled]
-        if not todo:
+        buckets = list(buckets)
+        jobs: list[Callable[[], Any]] = [
+            partial(self.compiled, b, outputs) for b in buckets if (b, outputs) not in self._compiled
+        ]
+        if outputs == TOKENS:
+            jobs += self._sampling_jobs(buckets)
+        if not jobs:
             return
-        logger.info("compiling %d step shapes, %d at a time", len(todo), workers)
-        compile_together([partial(self.compiled, bucket, outputs) for bucket in todo], workers)
+        logger.info("compiling %d step shapes, %d at a time", len(jobs), workers)
+        compile_together(jobs, workers)
+
+    def _sampling_jobs(self, buckets: Sequence[Bucket]) -> list[Callable[[], Any]]:
+        """What compiles `begin_answers` and `resample` after steps of these buckets."""
+        return self._sampling.jobs((bucket.sequences for bucket in buckets), self._hidden_dtype)
 
     def execute(self, plans: Sequence[StepPlan], outputs: str = TOKENS) -> StepOutput:
         """Launches a step and returns at once; its results are on device until `StepOutput.host`.
@@ -216,6 +236,23 @@ class ModelRunner:
             self.repair()
             raise
         return output
+
+    def resample(self, output: StepOutput, rows: Sequence[np.ndarray]) -> StepOutput:
+        """Draws tokens of the step launched last in place of the plain ones (`sampling_programs`). Returns at once.
+
+        rows: of `extra_sampling.pack_rows`, one for each of `local_ranks`. All processes call it, or none.
+        """
+        if output.hidden is None:
+            raise ValueError("the step left no hidden rows: it was asked for logits")
+        try:
+            token, logprob, top, last_token = self._sampling.sample(
+                self.state.last_token, output.hidden, output.token, output.logprob, rows
+            )
+            self.state = self.state.replace(last_token=last_token)
+        except BaseException:
+            self.repair()
+            raise
+        return dataclasses.replace(output, token=token, logprob=logprob, hidden=None, top=top)
 
     # Between steps, by all processes alike and with an entry for each of `local_ranks`. They return at once, and follow
     # the steps that were launched before. When one is cut short after the state was donated, it is as for a step.
@@ -240,6 +277,14 @@ class ModelRunner:
     def restore(self, slots: Sequence[int], rings: Sequence[np.ndarray | None], layers: int) -> None:
         """Puts rings of a snapshot into a slot of each rank; the other ranks have slot `NOTHING` and rings None."""
         self._change(lambda state: self._programs.restore(state, slots, rings, layers))
+
+    def begin_answers(self, slots: Sequence[int], states: Sequence[SlotState | None]) -> None:
+        """Writes what `resample` keeps of an answer into a slot of each rank; NO_SLOT and None where none begins."""
+        try:
+            self._sampling.begin(slots, states)
+        except BaseException:
+            self.repair()
+            raise
 
     def _change(self, program: Callable[[EngineState], EngineState]) -> None:
         try:
@@ -266,13 +311,14 @@ class ModelRunner:
 
     def repair(self) -> None:
         """Empties the state if a step took it and gave none back."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+        if self._sampling.lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
             self.reset()
 
     def reset(self) -> None:
         """Empties the state. For when it may hold the result of a failed step; nothing in it survives."""
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()  # before the new ones are made: the device need not hold both
+        self._sampling.reset()
         self.state = self._allocate()
         self.resets += 1
 

@@ -219,11 +219,12 @@ class Scheduler:
     def _prefill(self, now: float, tokens: int | None) -> Batch:
         """Prompts in progress and new ones, each with its share of the step."""
         budget, buckets = self.limits.max_num_batched_tokens, self.ladder.prefill_rows
+        rows = buckets[-1]
         if tokens is not None:
-            # A row more than a bucket has takes as long as all rows of the next one.
+            # A row takes as long as all rows of its bucket: whole ones, of at least a block.
             whole = max((rows for rows in buckets if rows <= tokens), default=0)
-            budget = max(self.block_size, min(budget, whole))
-        rows = buckets[-1] if tokens is None else next(rows for rows in buckets if rows >= budget)
+            rows = next(rows for rows in buckets if rows >= min(budget, max(self.block_size, whole)))
+            budget = min(budget, rows)
         self._take_in(now, budget)
         work: list[Work] = []
         for rank in self.ranks:

@@ -7,6 +7,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
+from di_jax.engine.extra_sampling import ExtraSampling
 from di_jax.engine.prefix_cache import BlockKeys, Hit
 from di_jax.engine.step_plan import FREE_TOKEN
 from di_jax.sampling_params import SamplingParams
@@ -33,6 +34,16 @@ class Holding:
     slot: int
 
 
+@dataclass(frozen=True)
+class TokenTop:
+    """Beside an emitted token, under the raw logits: which place it has (1: the best), and the likeliest ids, best
+    first, as many as were asked for."""
+
+    rank: int
+    ids: list[int]
+    logprobs: list[float]
+
+
 @dataclass(eq=False)
 class Sequence:
     """One answer of a request, choice `index`, from waiting to finished.
@@ -52,9 +63,11 @@ class Sequence:
     priority: int = 0
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()  # ids that end the answer
+    extra: ExtraSampling | None = None  # None: greedy or a temperature alone
     request: Request | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # natural, of the raw logits
+    tops: list[TokenTop] = field(default_factory=list)  # as many, for a request that asks for them
     held: list[Holding] = field(default_factory=list)
     num_computed: int = 0
     goal: int = 0
@@ -123,9 +136,11 @@ class Sequence:
         return self.detokenizer.text
 
     def detokenize(self, count: int) -> None:
-        """Hands the answer's tokens up to `count` to the detokenizer."""
+        """Hands the answer's tokens up to `count` to the detokenizer. Before min_tokens no stop text ends it."""
         if self.detokenizer is not None and count > self._told:
-            self.detokenizer.push(self.output_ids[self._told : count])
+            free = max(self._told, min(count, self.sampling.min_tokens))
+            self.detokenizer.push(self.output_ids[self._told : free], check_stop=False)
+            self.detokenizer.push(self.output_ids[free:count])
             self._told = count
 
 

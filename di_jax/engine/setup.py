@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,9 +25,19 @@ from di_jax.engine.memory_sizing import (
     choose_blocks,
     describe,
     fullest_buckets,
+    sampling_memory,
     step_memory,
 )
-from di_jax.engine.runner import LOGITS, TOKENS, TRACE, ModelRunner, compile_together, trace_step
+from di_jax.engine.runner import (
+    LOGITS,
+    TOKENS,
+    TRACE,
+    ModelRunner,
+    compile_together,
+    parameter_specs,
+    trace_step,
+)
+from di_jax.engine.sampling_programs import SamplingPrograms
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
@@ -225,5 +236,13 @@ def fullest_step(
         traced = trace_step(graph, params, mesh, model.parallel.mesh, layout, bucket, outputs)
         return step_memory(bucket, traced.lower().compile(), count)
 
+    def drawing() -> StepMemory:
+        plan, sequences = model.parallel.mesh, max(bucket.sequences for bucket in ladder.buckets())
+        trees: tuple[Any, Any] = (params, parameter_specs(params, plan))
+        head, spec = (tree["head"]["weight"].get_value() for tree in trees)
+        programs = SamplingPrograms(mesh, plan, layout, head, spec)
+        return sampling_memory(sequences, programs.lower("sample", sequences, model.numerics.dtype).compile())
+
     logger.info("compiling the %d fullest steps to see what memory they need", len(shapes))
-    return max(compile_together([partial(compiled, bucket) for bucket in shapes]), key=lambda step: step.total)
+    jobs = [partial(compiled, bucket) for bucket in shapes] + ([drawing] if outputs == TOKENS else [])
+    return max(compile_together(jobs), key=lambda step: step.total)

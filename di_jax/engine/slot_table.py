@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from di_jax.engine.extra_sampling import NEUTRAL
 from di_jax.engine.sequence import Sequence
 from di_jax.engine.step_plan import DEVICE_LENGTH, DEVICE_TOKEN, FREE_TOKEN, Bucket, StepPlan
 
@@ -13,7 +14,8 @@ class SlotTable:
     """Arrays by slot. A slot decodes while `left` is positive.
 
     position: of the token that the next decode step feeds. left: decode steps that may still be launched.
-    output_index: of the token that the next one samples. num_blocks, block_table: pool blocks by position.
+    output_index: of the token that the next one samples. num_blocks, block_table: pool blocks by position. numbers:
+    `ExtraSampling.numbers`.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -22,6 +24,7 @@ class SlotTable:
             (6, num_slots), np.int32
         )
         self.temperature = np.zeros(num_slots, np.float32)
+        self.numbers = np.tile(NEUTRAL, (num_slots, 1))
         self.told = np.full(num_slots, np.nan)  # when its last token came, seconds
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         self._forced: dict[int, Sequence] = {}
@@ -34,6 +37,7 @@ class SlotTable:
         self.left[slot] = sequence.max_tokens - output_index
         self.told[slot] = np.nan
         self.temperature[slot] = sequence.sampling.temperature
+        self.numbers[slot] = NEUTRAL if sequence.extra is None else sequence.extra.numbers
         words = np.array([sequence.seed & 0xFFFFFFFF, sequence.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
         self.seed_low[slot], self.seed_high[slot] = words
         self.block_table[slot, : len(blocks)] = blocks

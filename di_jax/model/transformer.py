@@ -274,13 +274,15 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """[N, D] -> fp32 logits [N, V] (numerics 15.2)."""
-        weight = self.head.weight[...]
-        if not hidden.dtype == weight.dtype == jnp.bfloat16:
-            hidden, weight = hidden.astype(jnp.float32), weight.astype(jnp.float32)
-        # Products of two bf16 are exact in fp32: no fp32 copy of the head, 2.65 GB in the released model.
-        return jnp.einsum(
-            "td,vd->tv", hidden, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-        )
+        return head_logits(self.head.weight[...], hidden)
+
+
+def head_logits(weight: Array, hidden: Array) -> Array:
+    """fp32 logits [N, V] of hidden [N, D] under the head's weight [V, D]."""
+    if not hidden.dtype == weight.dtype == jnp.bfloat16:
+        hidden, weight = hidden.astype(jnp.float32), weight.astype(jnp.float32)
+    # Products of two bf16 are exact in fp32: no fp32 copy of the head, 2.65 GB in the released model.
+    return jnp.einsum("td,vd->tv", hidden, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def abstract_model(

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -215,6 +216,7 @@ class Compiling(ModelRunner):
 
     def __init__(self, compile_one: Callable[[int], None]) -> None:
         self._compiled = {}
+        self._hidden_dtype, self._sampling = None, SimpleNamespace(jobs=lambda sequences, hidden: [])  # type: ignore
         self.compile_one = compile_one
 
     def compiled(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
