@@ -38,6 +38,7 @@ def made(score: np.ndarray, overlap: np.ndarray, live: np.ndarray | None = None)
     return Blocks(score, overlap, overlap > 0.5, live, np.full(count, TEXT), np.arange(count))
 
 
+@pytest.mark.slow
 def test_blocks_are_what_the_draft_gives_after_a_prefill(models: tuple) -> None:
     _, target, draft = models
     start, vocabulary = 128, target.config.vocab_size
@@ -74,6 +75,7 @@ def test_blocks_are_what_the_draft_gives_after_a_prefill(models: tuple) -> None:
         assert np.abs(mine[at + 1] - np.asarray(expected)).max() > 0.01
 
 
+@pytest.mark.slow
 def test_anchors_predict_text_or_answers(models: tuple) -> None:
     _, target, draft = models
     rng = np.random.default_rng(1)

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 INTERRUPTED, DEADLINE = "interrupted", "deadline_exceeded"
 # Steps in flight when the next one is planned.
 DEPTH = 1
+# Plans in a row without work, after which something is wrong.
+EMPTY_PLANS = 3
 # Decode steps whose median is what a decode step takes.
 DECODE_TIMES = 9
 
@@ -229,8 +231,8 @@ class Engine:
             self._recover(error)
             raise
 
-    def _launch(self) -> bool:
-        """Plans the next step and launches it; False when no process has work."""
+    def _launch(self, again: int = 0) -> bool:
+        """Plans the next step and launches it; False when no process has work. again: plans that came to nothing."""
         began = time.perf_counter()
         self._expire(began)
         kind, tokens = self._choose_kind(began)
@@ -250,7 +252,9 @@ class Engine:
         if not need.rows:
             if self._flights:
                 return False  # what is in flight ends first
-            raise RuntimeError(f"a {kind} step was chosen, but no process has work for it")
+            if again == EMPTY_PLANS:
+                raise RuntimeError(f"a {kind} step was chosen, but no process has work for it")
+            return self._launch(again + 1)  # all that were to decode gave way to prompts
         bucket = self.parts.ladder.bucket(kind == DECODE, need.rows, need.context_blocks, need.kept_rows)
         what = f"step {self.num_steps}, {kind}, {need.rows} rows and {need.context_blocks} blocks of context"
         self.agreement.working(what)
@@ -286,16 +290,14 @@ class Engine:
 
     def _choose_kind(self, now: float) -> tuple[str | None, int | None]:
         """PREFILL, DECODE, or None when no process has work, and the tokens that a rank may prefill, None for any: the
-        same in all processes. Steps in flight are handled first when one needs to preempt."""
-        while True:
-            decode_s = statistics.median(self._decode_s) if self._decode_s else 0.0
-            quota_s = self.policy.quota_s(decode_s)
-            own = demand_of(self.scheduler, now, self._prefill_s, decode_s, self.cost, quota_s)
-            short = self.scheduler.is_short
-            told = self.agreement.gather(np.append(own.numbers(), np.int32(short)), "the kind of a step")
-            if not (self._flights and told[:, -1].any()):
-                break
-            self._drain()
+        same in all processes. None too when one needs to preempt: steps in flight are handled first."""
+        decode_s = statistics.median(self._decode_s) if self._decode_s else 0.0
+        quota_s = self.policy.quota_s(decode_s)
+        own = demand_of(self.scheduler, now, self._prefill_s, decode_s, self.cost, quota_s)
+        short = self.scheduler.is_short
+        told = self.agreement.gather(np.append(own.numbers(), np.int32(short)), "the kind of a step")
+        if self._flights and told[:, -1].any():
+            return None, None
         demands = [Demand.from_numbers(row[:-1]) for row in told]
         kind = self.policy.choose(demands)
         self.agreement.working(None if kind is None else f"step {self.num_steps}, {kind}")

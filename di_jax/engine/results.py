@@ -80,6 +80,8 @@ class Results:
                         _keep_top(sequence, output, place)
             for sequence, token, logprob in zip(part.sequences, tokens, logprobs, strict=True):
                 if sequence.status is not running:
+                    # It ended while this step was in flight: no token, so no time between two.
+                    part.table.told[part.slots[part.sequences.index(sequence)]] = np.nan
                     continue
                 sequence.decode_steps += 1
                 ids = sequence.output_ids

@@ -12,138 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from golden_model import TINY
+from fake_model import FakeModel, U
 
-from di_jax.config import EngineGroup
-from di_jax.engine import engine as engine_module
-from di_jax.engine import intake as intake_module
 from di_jax.engine.block_manager import BlockManager
-from di_jax.engine.engine import Engine
 from di_jax.engine.runner import StepOutput
-from di_jax.engine.sequence import Request
-from di_jax.engine.setup import EngineParts
 from di_jax.engine.state_programs import NOTHING, StateCopies
-from di_jax.engine.step_plan import Bucket, BucketLadder, StepPlan
+from di_jax.engine.step_plan import Bucket, StepPlan
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
-from di_jax.model.quantization import CacheFormats
 from di_jax.parallel.mesh import DeviceMesh, Parallel
-
-U = np.uint64
-GOLD, STIR, FOLD = U(0x9E3779B97F4A7C15), U(0xBF58476D1CE4E5B9), U(0x94D049BB133111EB)
-# Salts of the kinds of numbers.
-EMBED, KEY, PAIR, ENTRY, LAYER, HEAD = (U(1000 * n) for n in range(1, 7))
-
-
-def mix(x: np.ndarray, salt: np.ndarray | np.uint64) -> np.ndarray:
-    """A hash of uint64 numbers, elementwise."""
-    x = (x + GOLD * np.atleast_1d(salt)) * STIR
-    x = (x ^ (x >> U(29))) * FOLD
-    return x ^ (x >> U(32))
-
-
-def fake_config(window: int = 16, vocabulary: int = 211) -> ModelConfig:
-    """Four layers: window only, a pooled source, and two decoder layers behind a source of ratio 1. A ring has
-    window + 6 rows."""
-    return dataclasses.replace(
-        TINY,
-        vocab_size=vocabulary,
-        num_hidden_layers=4,
-        compress_ratios=(0, 2, 1, 1),
-        kv_source_layer_ids=(1, 2),
-        index_source_layer_ids=(1, 2),
-        candidate_source_layer_id=2,
-        engram_layer_ids=(1,),
-        engram_num_embeddings=(100,),
-        sliding_window=window,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """What a prefill found in the caches. length, start, window_start, decoder_start: as in `Hit` and `Chunk`.
-
-    entries: of each source, those of the positions below `length`. rings: by layer, values of positions below `start`
-    that were restored.
-    """
-
-    length: int = 0
-    start: int = 0
-    window_start: int = 0
-    decoder_start: int = 0
-    entries: tuple[np.ndarray, ...] = ()
-    rings: Mapping[int, Mapping[int, int]] = dataclasses.field(default_factory=dict)
-
-
-COLD = Past()
-
-
-class FakeModel:
-    """The arithmetic. Rows are uint64 [n], positions int [n]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.window, self.look_back = config.sliding_window, config.engram_look_back
-        self.ratios, self.boundary = config.kv_source_ratios, config.first_decoder_layer
-
-    def embed(self, looks: Sequence[np.ndarray]) -> np.ndarray:
-        """looks: ids of the row's token and of those before it, nearest first; -1: none."""
-        terms = [mix((ids + 1).astype(U), EMBED + U(back)) for back, ids in enumerate(looks)]
-        return np.sum(terms, axis=0, dtype=U)
-
-    def key(self, layer: int, h: np.ndarray, position: np.ndarray) -> np.ndarray:
-        return mix(h + position.astype(U) * GOLD, KEY + U(layer))
-
-    def pair(self, h: np.ndarray, position: np.ndarray) -> np.ndarray:
-        return mix(h + position.astype(U) * FOLD, PAIR)
-
-    def entry(self, source: int, members: Sequence[np.ndarray]) -> np.ndarray:
-        total = sum((U(2 * n + 3) * member for n, member in enumerate(members)), np.zeros(1, U))
-        return mix(total, ENTRY + U(source))
-
-    def layer(self, layer: int, h: np.ndarray, near: np.ndarray, far: np.ndarray) -> np.ndarray:
-        return mix(h + U(3) * near + U(5) * far, LAYER + U(layer))
-
-    def draw(
-        self, h: np.ndarray, temperature: np.ndarray, seed: np.ndarray, index: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, log-probabilities) after rows h. seed uint64, index of the output."""
-        noise = mix(seed + index.astype(U) * GOLD, HEAD) + np.round(temperature * 1e3).astype(U)
-        drawn = mix(h + np.where(temperature > 0, noise, U(0)), HEAD)
-        return (drawn % U(self.config.vocab_size)).astype(np.int64), -(drawn % U(997)).astype(np.float32) / 64
-
-    def hidden(self, tokens: Sequence[int], past: Past = COLD) -> np.ndarray:
-        """The last layer's rows of all tokens at once, from nothing but the tokens and what the caches gave. Rows
-        below `past.start`, and those that the decoder layers drop, mean nothing."""
-        n, s = len(tokens), past.start
-        ids = np.concatenate([np.full(self.look_back, -1), np.asarray(tokens, np.int64)])
-        h = self.embed([ids[self.look_back - back : n + self.look_back - back] for back in range(self.look_back + 1)])
-        position = np.arange(n)
-        for layer, plan in enumerate(self.config.layers):
-            if plan.owns_kv:
-                ratio = self.ratios[plan.kv_source]
-                kept = n // ratio * ratio
-                members = h if ratio == 1 else self.pair(h, position)
-                members = members[:kept].reshape(-1, ratio).T
-                entries = self.entry(plan.kv_source, [m + position[:kept:ratio].astype(U) for m in members])
-                cached = past.length // ratio
-                if cached:
-                    entries = np.concatenate([past.entries[plan.kv_source][:cached], entries[cached:]])
-                known = np.concatenate([np.zeros(1, U), np.cumsum(entries, dtype=U)])
-            low = past.window_start if layer < self.boundary else past.decoder_start
-            key = self.key(layer, h, position)
-            key[:s] = np.array([past.rings.get(layer, {}).get(p, 0) for p in range(s)], U)
-            total = np.concatenate([np.zeros(1, U), np.cumsum(key, dtype=U)])
-            first = np.minimum(np.maximum(position - self.window + 1, low), position + 1)
-            near = total[position + 1] - total[first]
-            far = known[(position + 1) // ratio] if plan.kv_source >= 0 else np.zeros(n, U)
-            h = self.layer(layer, h, near, far)
-        return h
 
 
 class Caches:
@@ -232,16 +113,22 @@ class DeviceError(Exception):
 class FakeDevice:
     """What `Engine` uses of a `ModelRunner`.
 
-    ledgers: with them, steps are checked against who holds what. fail_launch, fail_host: an error that the next launch,
-    or the next wait, ends with. spoil: the next step's first log-probability is none.
+    local_ranks: of a process that hosts a part of the mesh. ledgers: of these, in their order; with them, steps are
+    checked against who holds what. fail_launch, fail_host: an error that the next launch, or the next wait, ends with.
+    spoil: the next step's first log-probability is none. calls: what was launched, the same in every process.
+
+    Below, and in `flights`, a rank is its place among the local ones.
     """
 
-    def __init__(self, config: ModelConfig, layout: CacheLayout, plan: DeviceMesh, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layout: CacheLayout, plan: DeviceMesh, local_ranks: Sequence[int] | None = None
+    ) -> None:
         self.model, self.layout, self.plan = FakeModel(config), layout, plan
         self.parallel, self.mesh = Parallel(plan), plan.build()
-        self.local_ranks = list(range(plan.world))
-        self.clock = clock or Clock()
-        self.resets = self.steps = self.restores = self.copies = 0
+        self.local_ranks = list(range(plan.world) if local_ranks is None else local_ranks)
+        self.clock = Clock()
+        self.resets = 0
+        self.calls: list[Any] = []
         self.warm: set[Any] = set()
         self.ledgers: Sequence[BlockManager] = ()
         self.flights: deque[Flight] = deque()
@@ -282,7 +169,7 @@ class FakeDevice:
         if self.fail_launch is not None:
             error, self.fail_launch = self.fail_launch, None
             raise error
-        self.steps += 1
+        self.calls.append(bucket)
         flight, self._due = self._due, Flight()
         self.flights.append(flight)
         views = [bucket.unpack(plan.buffer.copy()) for plan in plans]
@@ -300,6 +187,7 @@ class FakeDevice:
     def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
         assert ("copy", None) in self.warm, "the copies are compiled while requests run"
         assert launches is None or max(own.launches for own in copies) <= launches
+        self.calls += ["copy"] * (launches or 1)
         for rank, own in enumerate(copies):
             own.check(self.layout)
             caches = self.state[rank]
@@ -312,10 +200,10 @@ class FakeDevice:
                 self._touch_slots(rank, [source, target])
                 for array in caches.of_slots:
                     array[target] = array[source]
-                self.copies += 1
 
     def snapshot(self, slots: Sequence[int], layers: int) -> FakeSnapshot:
         assert ("snapshot", layers) in self.warm, "the snapshots are compiled while requests run"
+        self.calls.append("snapshot")
         rings: list[np.ndarray | None] = []
         for rank, slot in enumerate(slots):
             if slot == NOTHING:
@@ -330,6 +218,7 @@ class FakeDevice:
 
     def restore(self, slots: Sequence[int], rings: Sequence[np.ndarray | None], layers: int) -> None:
         assert ("snapshot", layers) in self.warm, "the snapshots are compiled while requests run"
+        self.calls.append("restore")
         for rank, (slot, ring) in enumerate(zip(slots, rings, strict=True)):
             assert (slot == NOTHING) == (ring is None)
             if ring is None:
@@ -338,7 +227,6 @@ class FakeDevice:
             self._dirty[rank][1].add(slot)
             caches = self.state[rank]
             caches.window[slot, :layers], caches.window_at[slot, :layers] = ring[0], ring[1].astype(np.int64)
-            self.restores += 1
 
     # -- for tests
 
@@ -359,8 +247,8 @@ class FakeDevice:
                 assert slot in self.ledgers[rank]._held_slots, f"slot {slot} is given up while a step works on it"
 
     def entries(self, rank: int, blocks: Sequence[int]) -> tuple[np.ndarray, ...]:
-        """What blocks hold now, of each source."""
-        return tuple(page[list(blocks)].reshape(-1) for page in self.state[rank].pages)
+        """What blocks of a rank, by its number in the mesh, hold now, of each source."""
+        return tuple(page[list(blocks)].reshape(-1) for page in self.state[self.local_ranks.index(rank)].pages)
 
     # -- one step of one rank
 
@@ -618,66 +506,3 @@ def _read_one(ring: np.ndarray, at: np.ndarray, slot: np.ndarray, position: np.n
     stale = (position >= 0) & (found != position)
     assert not stale.any(), f"positions {position[stale].tolist()} are read, the rings hold {found[stale].tolist()}"
     return np.where(position >= 0, ring[slot, position % ring.shape[1]], np.array(none, ring.dtype))
-
-
-# ---- an engine over it ----
-
-
-class FakeTime:
-    """Stands for the module `time`."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.perf_counter = clock.perf_counter
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """An engine over a fake device. Buckets of None: the ladder's own."""
-
-    window: int = 16
-    block_size: int = 128
-    num_blocks: int = 24
-    num_slots: int = 4
-    max_model_len: int = 640
-    tokens: int = 128
-    prefill: tuple[int, ...] | None = None
-    decode: tuple[int, ...] | None = None
-    dp: int = 1
-    cp: int = 1
-    keep_tokens: int = 24
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def fake_engine(setup: Setup, monkeypatch: Any = None) -> tuple[Engine, FakeDevice]:
-    """monkeypatch: pytest's, or anything with its `setattr`; with it time passes as the device's clock says."""
-    model = fake_config(setup.window)
-    raw = {
-        "max_num_seqs": setup.num_slots,
-        "max_model_len": setup.max_model_len,
-        "log_interval": 0,
-        **setup.config,
-    }
-    replay = {"keep_tokens": setup.keep_tokens, **raw.get("replay", {})}
-    config = EngineGroup.from_dict({**raw, "replay": replay})
-    # Blocks and steps may be smaller than a config's.
-    object.__setattr__(config, "max_num_batched_tokens", setup.tokens)
-    ladder = BucketLadder.derive(
-        max_num_batched_tokens=setup.tokens,
-        max_num_seqs=setup.num_slots,
-        max_context_blocks=-(-setup.max_model_len // setup.block_size),
-        prefill=setup.prefill,
-        decode=setup.decode,
-        cp=setup.cp,
-        keep_tokens=setup.keep_tokens if config.replay.decoder == "compact" else None,
-        history=model.engram_look_back,
-    )
-    layout = CacheLayout(model, CacheFormats.plain(np.float32), setup.num_blocks, setup.num_slots, setup.block_size)
-    device = FakeDevice(model, layout, DeviceMesh(dp=setup.dp, cp=setup.cp))
-    if monkeypatch is not None:
-        clock = device.clock
-        monkeypatch.setattr(engine_module, "time", FakeTime(clock))
-        monkeypatch.setattr(intake_module, "Request", lambda *a: Request(*a, arrived=clock.perf_counter()))
-    parts = EngineParts(model, Path(), None, device, ladder, layout)  # type: ignore[arg-type]
-    engine = Engine(parts, config)
-    device.ledgers = engine.scheduler.ledgers
-    return engine, device

@@ -7,7 +7,9 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
-from fake_device import COLD, DeviceError, FakeDevice, Past, Setup, fake_engine
+from fake_device import DeviceError
+from fake_engine import Setup, fake_engine
+from fake_model import COLD, Past
 
 from di_jax.engine.data_rank import DataRank
 from di_jax.engine.engine import Engine
@@ -35,9 +37,11 @@ class Session:
     with encoder replay, what the blocks of a hit held when they were found.
     """
 
-    def __init__(self, setup: Setup, monkeypatch: Any = None, seed: int = 0) -> None:
+    def __init__(
+        self, setup: Setup, monkeypatch: Any = None, seed: int = 0, local_ranks: SequenceOf[int] | None = None
+    ) -> None:
         self.setup = setup
-        self.engine, self.device = fake_engine(setup, monkeypatch)
+        self.engine, self.device = fake_engine(setup, monkeypatch, local_ranks)
         self.rng = np.random.default_rng(seed)
         self.segments: dict[Sequence, list[Segment]] = {}
         self.requests: list[Request] = []
@@ -151,6 +155,14 @@ class Session:
         self.check()
         return report
 
+    def step_with_others(self) -> None:
+        """A step that other processes make too: this one may have nothing in it."""
+        self.steps += 1
+        assert self.steps < STEPS, "requests do not get on"
+        report = self.engine.step()
+        self.told |= {request for request in report.requests if request.finished} if report is not None else set()
+        self.check()
+
     def check(self) -> None:
         scheduler = self.engine.scheduler
         scheduler.check()
@@ -237,6 +249,3 @@ class Session:
 def ids(length: int, seed: int = 0, vocabulary: int = 200) -> list[int]:
     """Token ids that are no end token."""
     return np.random.default_rng(seed).integers(3, vocabulary, length).tolist()
-
-
-__all__ = ["FakeDevice", "Segment", "Session", "ids"]

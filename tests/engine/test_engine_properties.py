@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import DeviceError, FakeDevice, Setup
+from fake_device import DeviceError, FakeDevice
+from fake_engine import Setup
 from fake_session import Session, ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -124,9 +125,9 @@ def setups(draw: st.DrawFn, replays: SequenceOf[tuple[str, str]], *, mesh: bool 
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, *replays: tuple[str, str]) -> Scenario:
-    """replays: (decoder, encoder), one of which the engine has."""
-    setup = draw(setups(replays))
+def scenarios(draw: st.DrawFn, *replays: tuple[str, str], mesh: bool = True) -> Scenario:
+    """replays: (decoder, encoder), one of which the engine has. mesh: on several ranks, perhaps."""
+    setup = draw(setups(replays, mesh=mesh))
     steps = st.integers(0, 150)
     faults = st.lists(st.tuples(steps, st.sampled_from(["launch", "wait", "not finite"])), max_size=2)
     return Scenario(
@@ -204,19 +205,19 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, suppress_health_check=list(HealthCheck))
 
 
-@examples(150)
+@examples(60)
 @given(scenario=scenarios(("off", "off")))
 def test_without_replay_answers_are_those_of_each_request_alone(scenario: Scenario) -> None:
     play(scenario)
 
 
-@examples(100)
+@examples(40)
 @given(scenario=scenarios(("mask", "off"), ("compact", "off")))
 def test_with_decoder_replay_alone_what_was_cached_does_not_matter(scenario: Scenario) -> None:
     play(scenario)
 
 
-@examples(100)
+@examples(40)
 @given(scenario=scenarios(("off", "on"), ("mask", "on"), ("compact", "on")))
 def test_with_encoder_replay_answers_follow_from_the_hit(scenario: Scenario) -> None:
     play(scenario)
@@ -275,6 +276,62 @@ def test_a_prompt_engine_needs_room_for_one_token(monkeypatch: pytest.MonkeyPatc
         session.add(ids(128), greedy(max_tokens=1))
     session.finish()
     assert len(request.sequences[0].output_ids) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_time_before_every_token_but_the_first_is_counted_once(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end token is seen when the step after it is in flight: the token of that one is nobody's."""
+    config = {**OFF, "async_scheduling": asynchronous}
+    session = Session(Setup(block_size=16, num_blocks=99, num_slots=8, max_model_len=160, config=config), monkeypatch)
+    for number in range(30):
+        session.add(ids(20, number), greedy(temperature=1.0, seq_seed=number, max_tokens=60, ignore_eos=False))
+    session.finish()
+    answers = [sequence for request in session.requests for sequence in request.sequences]
+    assert sum(sequence.finish_reason == "stop" for sequence in answers) > 3
+    assert not session.engine.scheduler.preemptions
+    assert session.engine.metrics.inter_token.total == sum(len(sequence.output_ids) - 1 for sequence in answers)
+    assert session.engine.metrics.generated_tokens == sum(len(sequence.output_ids) for sequence in answers)
+
+
+# ---- nobody starves ----
+
+
+def stream(session: Session, until: Request) -> float:
+    """Keeps short requests of various lengths waiting until another one has its first token; the seconds it took."""
+    began, number = session.device.clock.now, 0
+    while until.first_token is None:
+        while session.engine.scheduler.num_waiting < 5:
+            session.add(ids(20, number), greedy(max_tokens=6 + number % 9))
+            number += 1
+        session.device.clock.advance(0.2)
+        session.step()
+        assert session.steps < 2000, "it starves"
+    took = session.device.clock.now - began
+    session.finish()
+    return took
+
+
+def test_a_prompt_that_needs_most_blocks_gets_in_among_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(block_size=16, num_blocks=20, num_slots=6, max_model_len=320, tokens=64, config=OFF)
+    session = Session(setup, monkeypatch)
+    for number in range(6):
+        session.add(ids(20, number), greedy(max_tokens=6 + number % 9))
+    session.step()
+    large = session.add(ids(270, 9), greedy(max_tokens=2))
+    # It lets others pass for ten seconds; then those that run end.
+    assert 10 < stream(session, large) < 30
+
+
+def test_a_class_of_little_importance_is_served_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(block_size=16, num_blocks=40, num_slots=2, max_model_len=160, tokens=32, config=OFF)
+    session = Session(setup, monkeypatch)
+    for number in range(8):
+        session.add(ids(20, number), greedy(max_tokens=6))
+    low = session.add(ids(20, 50), greedy(max_tokens=2, priority=1))
+    # After 30 s it counts as one class up, and it came before those of that class.
+    assert 30 < stream(session, low) < 60
 
 
 # ---- what the checks see ----

@@ -44,8 +44,12 @@ def oracle() -> ReplayOracle:
 
 @pytest.fixture(
     scope="module",
-    params=[("compact", "on", 0), ("compact", "on", 2**24), ("mask", "on", 0), ("compact", "off", 2**24)],
-    ids=["replays", "restores", "masks", "restores alone"],
+    params=[
+        pytest.param(("compact", "on", 0), id="replays", marks=pytest.mark.slow),
+        pytest.param(("compact", "on", 2**24), id="restores"),
+        pytest.param(("mask", "on", 0), id="masks", marks=pytest.mark.slow),
+        pytest.param(("compact", "off", 2**24), id="restores alone", marks=pytest.mark.slow),
+    ],
 )
 def engine(request: pytest.FixtureRequest, tiny_config: Config) -> Engine:
     decoder, encoder, state_cache_bytes = request.param

@@ -208,6 +208,7 @@ SMALL = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_a_steps_memory_does_not_depend_on_the_pool() -> None:
     """So that the smallest pool tells it."""
     numerics = Numerics.create("float32")

@@ -263,6 +263,7 @@ def test_what_the_definition_does_not_provide_is_nan() -> None:
     assert np.isnan(oracle().decode(broken, 5).logits).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(data=st.data())
 def test_prompts_keep_what_the_definition_keeps(data: st.DataObject) -> None:

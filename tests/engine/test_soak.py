@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeDevice, Setup, fake_engine
+from fake_device import FakeDevice
+from fake_engine import Setup, fake_engine
 from fake_session import ids
 
 from di_jax.engine.engine import Engine

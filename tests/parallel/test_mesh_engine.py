@@ -59,7 +59,7 @@ class Subject:
 
 
 # Those whose kinds of communication another one has too take their minutes with the slow tests.
-SLOW = {"dp8", "ep8dp8", "ep2dp8", "ep2cp8", "copies"}
+SLOW = {"dp8", "ep8dp8", "ep2dp8", "ep2cp8", "copies", "kvq"}
 
 
 @pytest.fixture(

@@ -52,6 +52,7 @@ def test_weights_that_training_left_are_read(tmp_path: Path) -> None:
     assert read_end(tmp_path, CONFIG)["embed.weight"].tolist() == np.ones((4, 2)).tolist()
 
 
+@pytest.mark.slow
 def test_cooling_divides_all_logits() -> None:
     build, shapes = builder(CONFIG, NUMERICS, TABLES)
     build_draft, draft_shapes = draft_builder(CONFIG, NUMERICS)
