@@ -49,7 +49,7 @@ def settings(checkpoint: Path) -> Config:
         "engine.prefill_buckets": [64, 128],
         "engine.decode_buckets": [SLOTS],
         "engine.max_model_len": 256,
-        "engine.num_blocks": SLOTS - 2,
+        "engine.num_blocks": SLOTS // 2 + 2,
         "engine.state_cache_bytes": 2**20,
         "engine.log_interval": 0,
     }

@@ -153,7 +153,10 @@ def summary(timeline: Timeline, target_ms: float | None) -> dict[str, Any]:
         p50, p90, p99 = np.quantile(gaps, (0.5, 0.9, 0.99)).tolist()
         row[name] = {"tokens": len(gaps), "p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "max_ms": float(gaps.max())}
         firsts = 1e3 * timeline.gaps(meanwhile=meanwhile, firsts=True)
-        row[name] |= {"first_tokens": len(firsts), "first_token_p50_ms": float(np.median(firsts))}
+        row[name] |= {
+            "first_tokens": len(firsts),
+            "first_token_p50_ms": float(np.median(firsts)) if len(firsts) else None,
+        }
     reading = timeline.answered - timeline.arrived
     row |= {"ttft_s": reading, "chunks": timeline.chunks}
     row["chat_tokens_per_s_beside_prompt"] = row["beside_prompt"]["tokens"] / reading

@@ -197,6 +197,15 @@ def block_marks(marks: Array, drafts: Array) -> Array:
     return rows.at[jnp.arange(requests)[:, None, None], jnp.arange(count + 1)[:, None], token].add(1, mode="drop")
 
 
+def block_recent(recent: Array, drafts: Array) -> Array:
+    """int32 [R, G + 1, W]: the W newest tokens before each row of a block, from those of the requests int32 [R, W].
+
+    drafts int32 [R, G]. For `sampler.endings`, with marks of `block_marks`.
+    """
+    known, width = jnp.concatenate([recent, drafts], axis=1), recent.shape[1]
+    return jnp.stack([known[:, j : j + width] for j in range(drafts.shape[1] + 1)], axis=1)
+
+
 def _coins(rows: RowSampling) -> Array:
     """fp32 [R] in (0, 1)."""
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))

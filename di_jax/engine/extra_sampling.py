@@ -65,29 +65,28 @@ class SlotState:
 
 @dataclass(frozen=True)
 class ExtraSampling:
-    """Of one request. numbers: int32, the columns OF_REQUEST. bias: by id; -inf forbids it. words: token sequences that
-    must not appear, longer than one. has_state: something is kept in its slot. top: log-probabilities a token, None for
-    none but its own."""
+    """Of one request. numbers: int32, the columns OF_REQUEST. bias: by id; -inf forbids it. allowed: None for all ids.
+    words: token sequences that must not appear, longer than one. has_state: something is kept in its slot. top:
+    log-probabilities told beside each token, None for not even its own."""
 
     numbers: np.ndarray
     bias: Mapping[int, float] = field(default_factory=dict)
+    allowed: frozenset[int] | None = None
     words: tuple[tuple[int, ...], ...] = ()
     has_state: bool = False
     top: int | None = None
     min_tokens: int = 0
 
     @classmethod
-    def of(cls, sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> ExtraSampling | None:
+    def of(cls, sampling: SamplingParams, tokenizer: Tokenizer) -> ExtraSampling | None:
         """None for a request that needs nothing of it. Raises RequestError for bad_words that cannot be kept."""
         s = sampling
         singles, words = _words(s.bad_words or (), tokenizer)
         bias: dict[int, float] = {int(token): value for token, value in (s.logit_bias or {}).items()}
         bias |= dict.fromkeys(singles, -np.inf)
-        if s.allowed_token_ids is not None:
-            allowed = set(s.allowed_token_ids)
-            bias |= {token: -np.inf for token in range(vocab_size) if token not in allowed}
+        allowed = None if s.allowed_token_ids is None else frozenset(s.allowed_token_ids)
         penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0, 0, 1)
-        has_state = bool(penalties or bias or words or s.min_tokens)
+        has_state = bool(penalties or bias or allowed or words or s.min_tokens)
         cut = bool(s.temperature) and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)  # of no effect on the best id
         if not (has_state or cut or s.logprobs is not None):
             return None
@@ -103,14 +102,15 @@ class ExtraSampling:
             min_tokens=s.min_tokens,
             top=s.logprobs or 0,
         )
-        return cls(numbers, bias, words, has_state, s.logprobs, s.min_tokens)
+        return cls(numbers, bias, allowed, words, has_state, s.logprobs, s.min_tokens)
 
     def check(self, stop_ids: Iterable[int], vocab_size: int) -> None:
         """Raises RequestError when every id is forbidden. stop_ids: forbidden before min_tokens."""
         out = {token for token, value in self.bias.items() if value == -np.inf}
         if self.min_tokens:
             out |= set(stop_ids)
-        if len(out) >= vocab_size:
+        left = vocab_size - len(out) if self.allowed is None else len(self.allowed - out)
+        if left <= 0:
             raise RequestError(
                 "sampling.allowed_token_ids: bad_words and, before min_tokens, the ids that end the answer leave none "
                 "of them"
@@ -123,8 +123,9 @@ class ExtraSampling:
         marks = np.bincount(np.asarray(output_ids, np.int64), minlength=vocab_size).astype(np.int32)
         marks[np.unique(np.asarray(prompt_ids, np.int64))] |= IN_PROMPT
         marks[np.asarray(stop_ids, np.int64)] |= ENDS_ANSWER
-        bias = np.zeros(vocab_size, np.float32)
-        bias[list(self.bias)] = list(self.bias.values())
+        bias = np.full(vocab_size, 0.0 if self.allowed is None else -np.inf, np.float32)
+        bias[list(self.allowed or ())] = 0.0
+        bias[list(self.bias)] += np.array(list(self.bias.values()), np.float32)
         words = np.full((WORDS, WORD_LENGTH), NO_ID, np.int32)
         for row, word in zip(words, self.words):
             row[-len(word) :] = word

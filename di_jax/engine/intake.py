@@ -33,7 +33,7 @@ class Intake:
         stop_ids = set(sampling.stop_token_ids or ())
         if not sampling.ignore_eos:
             stop_ids.add(self.parts.model_config.eos_token_id)
-        extra = ExtraSampling.of(sampling, self.parts.tokenizer, self.parts.model_config.vocab_size)
+        extra = ExtraSampling.of(sampling, self.parts.tokenizer)
         if extra is not None:
             extra.check(stop_ids, self.parts.model_config.vocab_size)
         request.sequences = [

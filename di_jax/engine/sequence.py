@@ -44,7 +44,7 @@ class TokenTop:
     logprobs: list[float]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)  # slots: past 30 attributes others take longer to reach
 class Sequence:
     """One answer of a request, choice `index`, from waiting to finished.
 

@@ -28,6 +28,7 @@ from di_jax.engine.acceptance import (
     accept,
     accept_fixed,
     block_marks,
+    block_recent,
     draft,
     fixed_tokens,
     overlap,
@@ -354,6 +355,11 @@ def test_rows_of_a_block_count_the_drafts_before_them() -> None:
     got = np.asarray(block_marks(marks, jnp.array([[1, 1, -1]])))[0]
     assert (got & COUNT).tolist() == [[1, 0, 0, 2], [1, 1, 0, 2], [1, 2, 0, 2], [1, 2, 0, 2]]
     assert (got & IN_PROMPT > 0).tolist() == [[False, True, False, True]] * 4
+
+
+def test_rows_of_a_block_see_the_drafts_before_them() -> None:
+    got = block_recent(jnp.array([[1, 2, 3], [-1, -1, 4]]), jnp.array([[5, 6], [7, -1]]))
+    assert got.tolist() == [[[1, 2, 3], [2, 3, 5], [3, 5, 6]], [[-1, -1, 4], [-1, 4, 7], [4, 7, -1]]]
 
 
 # ---- distributions ----

@@ -223,6 +223,13 @@ def test_with_encoder_replay_answers_follow_from_the_hit(scenario: Scenario) -> 
     play(scenario)
 
 
+@pytest.mark.slow
+@examples(1500)
+@given(scenario=scenarios(*((decoder, encoder) for decoder in ("off", "mask", "compact") for encoder in ("off", "on"))))
+def test_many_more_of_all_kinds(scenario: Scenario) -> None:
+    play(scenario)
+
+
 # ---- what went wrong once ----
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)

@@ -39,7 +39,7 @@ OUT = -np.inf
 # Ties, both zeros, ids that are out, values that differ in the last bit, and far tails.
 VALUES = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, float(np.nextafter(np.float32(1), np.float32(2))), -1.0, OUT, 80.0, -80.0]),
-    st.floats(-20, 20, width=32, allow_subnormal=False),
+    st.floats(-20, 20, width=32, allow_subnormal=False),  # zero to a device
 )
 LOGITS = st.lists(st.lists(VALUES, min_size=IDS, max_size=IDS), min_size=ROWS, max_size=ROWS).map(
     lambda rows: np.array([row if max(row) > OUT else [0.0] * IDS for row in rows], np.float32)

@@ -57,7 +57,7 @@ class NoTokenizer:
 
 
 def extra_of(**fields: Any) -> ExtraSampling:
-    extra = ExtraSampling.of(SamplingParams(**fields), NoTokenizer(), IDS)  # type: ignore[arg-type]
+    extra = ExtraSampling.of(SamplingParams(**fields), NoTokenizer())  # type: ignore[arg-type]
     assert extra is not None
     return extra
 
@@ -302,6 +302,13 @@ def test_a_step_of_logits_cannot_be_drawn_again(runner: ModelRunner) -> None:
     plan = decodes(Chunk([4], 5, 0, [0]))
     with pytest.raises(ValueError, match="left no hidden rows"):
         runner.resample(runner.execute([plan], LOGITS), [pack_rows(plan, [])])
+
+
+def test_biases_count_among_the_allowed_ids() -> None:
+    bias = extra_of(allowed_token_ids=(3, 4), logit_bias={4: 2.0, 5: 50.0}).slot_state(PROMPT, [], [], IDS).bias
+    assert np.flatnonzero(bias > -np.inf).tolist() == [3, 4] and bias[3:5].tolist() == [0, 2]
+    bias = extra_of(logit_bias={4: 2.0}).slot_state(PROMPT, [], [], IDS).bias
+    assert np.flatnonzero(bias).tolist() == [4]
 
 
 def test_words_of_a_slot_are_right_aligned() -> None:

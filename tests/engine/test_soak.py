@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-import resource
+import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from fake_device import FakeDevice
 from fake_engine import Setup, fake_engine
 from fake_session import ids
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # scripts are run from a checkout, not installed
+
 from di_jax.engine.engine import Engine
 from di_jax.engine.prefix_cache import BlockKeys
 from di_jax.engine.sequence import Holding, Request, Sequence
 from di_jax.sampling_params import SamplingParams
+from scripts import soak as script
+from scripts.soak import resident, slope
 
 KINDS = (Request, Sequence, Holding, BlockKeys)
 # Blocks of 16 tokens and little room for window state: evictions, hits and preemptions all the time.
@@ -31,12 +36,6 @@ def alive() -> Counter[str]:
     """Objects of requests that something still refers to."""
     gc.collect()
     return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, KINDS))
-
-
-def resident() -> int:
-    """Bytes of memory that this process has now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
 
 
 class Soak:
@@ -97,12 +96,6 @@ class Soak:
         return seen
 
 
-def slope(points: list[tuple[int, int]]) -> float:
-    """Bytes a request, by least squares over the second half."""
-    requests, size = np.array(points[len(points) // 2 :], float).T
-    return float(np.polyfit(requests, size, 1)[0])
-
-
 def test_nothing_of_a_request_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     before = alive()
     soak = Soak(*fake_engine(SETUP, monkeypatch))
@@ -132,3 +125,17 @@ def test_twenty_thousand_requests_leak_nothing(monkeypatch: pytest.MonkeyPatch) 
     soak = Soak(*fake_engine(SETUP, monkeypatch))
     seen = soak.run(20_000, every=50)
     assert slope(seen) < 200, "10,000 requests would leave 2 MB"
+
+
+def test_the_slope_is_of_the_second_half() -> None:
+    assert slope([(0, 0), (10, 90_000), (20, 1000), (30, 1300), (40, 1600)]) == pytest.approx(30)
+
+
+@pytest.mark.slow
+def test_the_real_engine_gives_everything_back(tmp_path: Path) -> None:
+    output = tmp_path / "soak.json"
+    assert script.main(["--requests", "300", "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert row["answered"] + row["aborted"] == row["requests"] == 300 and row["aborted"] > 20
+    assert row["blocks_not_free"] == row["slots_not_free"] == row["compiled_after_warmup"] == row["neither"] == 0
+    assert row["prefix_hit_tokens"]

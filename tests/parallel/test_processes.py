@@ -297,13 +297,15 @@ def test_a_frozen_process_is_noticed(spawn: Callable[..., Processes]) -> None:
 
 
 def prompts() -> list[dict[str, Any]]:
-    """Greedy and sampled, one that is refused, and a number that the processes cannot share evenly."""
+    """Greedy and sampled, one that is refused, and a number that the processes cannot share evenly. Some need the
+    second program of a step, which all processes launch when one has such a request."""
     drawn = np.random.default_rng(5)
+    extra: dict[int, dict[str, Any]] = {1: {"top_p": 0.8, "logprobs": 2}, 4: {"repetition_penalty": 1.5}}
     records: list[dict[str, Any]] = [
         {
             "id": f"r{index}",
             "prompt_token_ids": drawn.integers(0, 90, 5 + 30 * index).tolist(),
-            "sampling": {"temperature": index % 2, "seq_seed": 100 + index, "ignore_eos": True},
+            "sampling": {"temperature": index % 2, "seq_seed": 100 + index, "ignore_eos": True} | extra.get(index, {}),
         }
         for index in range(6)
     ]
@@ -370,6 +372,8 @@ def test_several_processes_answer_as_one(
     assert [record["id"] for record in records] == [record["id"] for record in prompts()]
     assert answers(records) == expected
     assert "is empty" in records[3]["error"]["message"]
+    told = records[1]["outputs"][0]
+    assert all(str(token) in place for token, place in zip(told["token_ids"], told["logprobs"], strict=True))
     summary = json.loads(running.out(0))
     assert (summary["requests"], summary["failed"], summary["compiles_after_warmup"]) == (7, 1, 0)
     assert all(running.out(index) == "" for index in range(1, count))
