@@ -175,13 +175,35 @@ class EngineGroup(Group):
 
 @dataclass(frozen=True)
 class SpeculativeGroup(Group):
+    """Tokens that the checkpoint's draft model proposes and a decode step verifies, several at once (DSpark)."""
+
     PATH: ClassVar[str] = "speculative"
-    enabled: bool = key(False, only=(False,))
-    num_draft_tokens: int = key(5, only=(5,))
-    varlen: bool = key(False, only=(False,))
-    coupled: bool = key(False, only=(False,))
-    draft_sampling: str = key("probabilistic", only=("probabilistic",))
-    confidence_temperatures: tuple[float, ...] | None = key(None, only=(None,))
+    enabled: bool = False
+    num_draft_tokens: int = key(5, low=1)  # of a sequence and step, at most the checkpoint's dspark_block_size
+    varlen: bool = True  # verifies as many of them as pay for their rows, the likeliest first; false: all, always
+    coupled: bool = False  # seeded answers are the same whatever is drafted or verified, and fewer drafts are accepted
+    draft_sampling: str = key("probabilistic", choices=("probabilistic", "one_hot"))  # one_hot: always the likeliest id
+    # Of the calibration, one for each of num_draft_tokens, from scripts/fit_sts.py; null: 1 for all.
+    confidence_temperatures: tuple[float, ...] | None = key(None, above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given, wanted = self.confidence_temperatures, self.num_draft_tokens
+        if given is not None and len(given) != wanted:
+            raise ConfigError(
+                f"speculative.confidence_temperatures: {show(given)} are {len(given)} temperatures; give one for each "
+                f"of speculative.num_draft_tokens = {wanted}, or null"
+            )
+        if self.coupled and self.draft_sampling != "probabilistic":
+            raise ConfigError(
+                f"speculative.draft_sampling: {self.draft_sampling} is not how speculative.coupled drafts: draft and "
+                "target draw with the same noise; leave one of the two out"
+            )
+
+    @property
+    def way(self) -> str:
+        """How drafts are drawn and accepted: one of the ways of `engine.acceptance`."""
+        return "coupled" if self.coupled else self.draft_sampling
 
 
 # What the presets of eplb.preset set (engine 7.1): redundant slots per rank, steps of the window, steps between two
@@ -444,6 +466,13 @@ class Config(Group):
                 f"mesh.simulate_devices: {mesh.simulate_devices}{each} is less than mesh.dp x mesh.cp = {mesh.dp} x "
                 f"{mesh.cp} = {mesh.world}"
             )
+
+    @property
+    def drafting(self) -> SpeculativeGroup:
+        """`speculative` as this run needs it: off in `score`, which computes every row of given tokens, and where every
+        request ends with its first token."""
+        idle = self.command == "score" or self.engine.type == "prompt"
+        return dataclasses.replace(self.speculative, enabled=False) if idle else self.speculative
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """This config with some keys changed, by dotted name: `config.with_values({"engine.max_num_seqs": 4})`."""

@@ -15,9 +15,11 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from tqdm import tqdm
 
 from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.config import Config, load_config
+from di_jax.config_schema import parse_yaml
 from di_jax.engine.engine import Engine
 from di_jax.engine.sequence import Request
 from di_jax.engine.setup import EngineParts, build_engine_parts
@@ -75,8 +78,10 @@ def stretched(checkpoint: Path, positions: int, folder: Path) -> Path:
     return folder
 
 
-def settings(checkpoint: Path, prompt: int, compile_dir: str | None) -> Config:
-    """The engine of both runs. Several shapes of prefill steps: a small chunk takes less time in a small one."""
+def settings(checkpoint: Path, prompt: int, compile_dir: str | None, overrides: Sequence[str] = ()) -> Config:
+    """The engine of both runs. Several shapes of prefill steps: a small chunk takes less time in a small one.
+
+    overrides: KEY=VALUE of config keys, values in YAML. Raises ConfigError for them."""
     length = -(-(prompt + 1) // BLOCK) * BLOCK
     values: dict[str, Any] = {
         "model.path": str(checkpoint),
@@ -92,6 +97,9 @@ def settings(checkpoint: Path, prompt: int, compile_dir: str | None) -> Config:
         "engine.log_interval": 0,
         "cache.compile_dir": compile_dir,
     }
+    for override in overrides:
+        name, _, value = override.partition("=")
+        values[name.strip()] = parse_yaml(value, f"--set {override}")
     return load_config("quickstart").with_values(values)
 
 
@@ -207,18 +215,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target-ms", type=float, default=TARGET_MS, help="engine.itl_target_ms of the second run")
     parser.add_argument("--alone-s", type=float, default=ALONE_S, help="seconds of chats alone, before and after")
     parser.add_argument("--compile-dir", default=None, help="folder of compiled steps")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = stretched(resolve_checkpoint(args.checkpoint), args.prompt + 2 * BLOCK, Path(folder))
-        config = settings(checkpoint, args.prompt, args.compile_dir)
+        config = settings(checkpoint, args.prompt, args.compile_dir, args.set)
         timelines = measure(build_engine_parts(config), config, args.target_ms, args.prompt, args.alone_s)
     rows = [summary(t, target) for t, target in zip(timelines.values(), (None, args.target_ms), strict=True)]
     result = {
         "kind": "time-budget",
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
-        "command": f"python -m scripts.time_budget --prompt {args.prompt} --target-ms {args.target_ms:g}",
+        "command": shlex.join(
+            ["python", "-m", "scripts.time_budget", f"--prompt={args.prompt}", f"--target-ms={args.target_ms:g}"]
+            + [f"--set={override}" for override in args.set]
+        ),
         "date": datetime.date.today().isoformat(),
         "settings": {
             "checkpoint": args.checkpoint,
@@ -227,6 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
             "chat_prompt": CHAT_PROMPT,
             "cpu_cores": os.cpu_count(),
             "max_num_batched_tokens": config.engine.max_num_batched_tokens,
+            "dtype": config.model.dtype,
+            "replay_decoder": config.engine.replay.decoder,
             "prefill_buckets": config.engine.prefill_buckets,
             "context_buckets": config.engine.context_buckets,
         },

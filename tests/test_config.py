@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,7 +119,6 @@ def test_a_key_without_its_feature_takes_only_its_off_value(name: str) -> None:
 def test_the_features_to_come_are_off_only() -> None:
     to_come = {
         "engine.batch_invariant",
-        "speculative.enabled",
         "sampling.prompt_logprobs",
         "sampling.so_args",
     }
@@ -198,6 +198,31 @@ REFUSED = [
     ("eval.files", {2025: "a.jsonl"}, ["eval.files: 2025: 'a.jsonl'", "a task's name"]),
     ("eval", {"judge": "endpoint", "judge_model": "m"}, ["eval.judge_url: is not set", "eval.judge = endpoint"]),
     ("eval", {"judge": "endpoint", "judge_url": "http://h/v1"}, ["eval.judge_model: is not set"]),
+    ("speculative.enabled", "on", ["speculative.enabled: on", "expected true or false"]),
+    ("speculative.num_draft_tokens", 0, ["speculative.num_draft_tokens: 0", "at least 1"]),
+    ("speculative.num_draft_tokens", 2.5, ["speculative.num_draft_tokens: 2.5", "expected an integer"]),
+    ("speculative.draft_sampling", "greedy", ["speculative.draft_sampling: greedy", "probabilistic, one_hot"]),
+    ("speculative.confidence_temperatures", 1.2, ["speculative.confidence_temperatures: 1.2", "a list of numbers"]),
+    (
+        "speculative.confidence_temperatures",
+        [1, 1, 1, 0, 1],
+        ["speculative.confidence_temperatures: [1.0, 1.0, 1.0, 0.0, 1.0]", "more than 0"],
+    ),
+    (
+        "speculative.confidence_temperatures",
+        [1.1, 1.2],
+        ["speculative.confidence_temperatures: [1.1, 1.2] are 2", "num_draft_tokens = 5", "or null"],
+    ),
+    (
+        "speculative",
+        {"num_draft_tokens": 3, "confidence_temperatures": [1, 1, 1, 1, 1]},
+        ["speculative.confidence_temperatures", "are 5", "num_draft_tokens = 3"],
+    ),
+    (
+        "speculative",
+        {"coupled": True, "draft_sampling": "one_hot"},
+        ["speculative.draft_sampling: one_hot", "speculative.coupled"],
+    ),
     ("engine.replay.decoder", "on", ["engine.replay.decoder: on", "off, mask, compact"]),
     ("engine.replay.keep_tokens", 0, ["engine.replay.keep_tokens: 0", "at least 1"]),
     ("engine.watermark", 0, ["engine.watermark: 0", "more than 0"]),
@@ -243,6 +268,33 @@ def test_replace_checks_too() -> None:
 def test_empty_files_and_empty_groups_have_the_defaults(write: Any) -> None:
     assert load_config(write("")) == Config()
     assert load_config(write("engine:\n  # max_num_seqs: 4\nmodel: {}\n")) == Config()
+
+
+def test_ways_to_draft() -> None:
+    """The defaults of the command-line contract, and what each setting comes to."""
+    group = Config().speculative
+    assert group.num_draft_tokens == 5 and group.varlen and not group.coupled
+    assert group.confidence_temperatures is None
+    ways = ({}, "probabilistic"), ({"draft_sampling": "one_hot"}, "one_hot"), ({"coupled": True}, "coupled")
+    for values, way in ways:
+        assert dataclasses.replace(group, **values).way == way  # type: ignore[arg-type]
+    calibrated = Config.from_dict({"speculative": {"num_draft_tokens": 2, "confidence_temperatures": [1, 0.5]}})
+    assert calibrated.speculative.confidence_temperatures == (1.0, 0.5)
+
+
+def test_nothing_is_drafted_where_nothing_decodes() -> None:
+    config = Config.from_dict({"speculative": {"enabled": True, "num_draft_tokens": 3}})
+    for values, drafts in (
+        ({}, True),
+        ({"command": "bench"}, True),
+        ({"engine.type": "completion"}, True),
+        ({"command": "score"}, False),
+        ({"engine.type": "prompt"}, False),
+    ):
+        changed = config.with_values(values)
+        assert changed.drafting == dataclasses.replace(config.speculative, enabled=drafts)
+        assert changed.speculative.enabled, "what was asked stays as it is"
+    assert not Config().with_values({"command": "generate"}).drafting.enabled
 
 
 def test_kernel_overrides() -> None:
@@ -422,7 +474,7 @@ def test_a_file_comes_before_a_packaged_config(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_name_lists_the_packaged_ones() -> None:
-    names = "ep4_prefill, ep64, ep8, .*quickstart"
+    names = ".*ep4_prefill, ep64, ep8, .*quickstart"
     with pytest.raises(ConfigError, match=f"'quickstrat': no such file; packaged configs: {names}"):
         load_config("quickstrat")
 
@@ -533,3 +585,9 @@ def test_the_files_of_eval_are_a_mapping(write: Any) -> None:
     assert Config.from_dict(yaml.safe_load(config.to_yaml())) == config
     with pytest.raises(ConfigError, match=r"eval\.files\.b: eval\.files is a key, not a group"):
         load_config(path, ["eval.files.b=other.jsonl"])
+
+
+def test_the_packaged_temperatures_are_the_fitted_ones() -> None:
+    fitted = json.loads((Path(__file__).parents[1] / "scripts" / "results" / "demo-sts.json").read_text())
+    group = load_config("speculative").speculative
+    assert group.enabled and group.confidence_temperatures == tuple(fitted["confidence_temperatures"])

@@ -63,7 +63,7 @@ def test_blocks_are_what_the_draft_gives_after_a_prefill(models: tuple) -> None:
         state = draft.store_context(out.taps, rows, out.state, layout)
         first = jnp.full(2, start, jnp.int32)
         context = draft.context(jnp.arange(2), first, state, layout)
-        follows = lambda logits, number: jnp.take(tokens, start + 1 + number, axis=1)  # noqa: E731
+        follows = lambda logits, number: (jnp.take(tokens, start + 1 + number, axis=1), None)  # noqa: E731
         block = draft(target, tokens[:, start], first, context, choose=follows)
         return jax.nn.log_softmax(block.logits), block.score
 

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 from di_jax import run
+from di_jax.checkpoint.mapping import leaf_specs
 from di_jax.commands import plan
+from di_jax.commands.plan_cost import draft_cost
 from di_jax.commands.plan_tables import tables
 from di_jax.commands.roofline import Peaks, StepCost, step_cost
 from di_jax.config import load_config
+from di_jax.engine.step_plan import Bucket
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig, ModelConfigError
 from di_jax.model.quantization import CacheFormats
@@ -133,6 +136,77 @@ def test_requests_that_fit(small: dict[str, Any]) -> None:
         assert step["max_concurrent_at_max_len"] == pytest.approx(left / request * ranks, rel=1e-3)
 
 
+DRAFTING = [
+    "engine.max_num_seqs=4", "engine.max_num_batched_tokens=128", "engine.prefill_buckets=[128]",
+    "engine.decode_buckets=[4]", "engine.max_model_len=512", "engine.context_buckets=[512]", "engine.num_blocks=16",
+    "engine.replay.decoder=off", "mesh.dp=2", "mesh.ep=2", "cache.compile_dir=null", "plan.device=h200",
+]  # fmt: skip
+
+
+def planned(golden: Path, *settings: str) -> tuple[plan.Planner, dict[str, dict[str, Any]]]:
+    """The planner of the tiny model on two devices that are not here, and its steps: traced, not compiled."""
+    overrides = [f"model.path={golden / 'tiny-v41-fp8'}", "speculative.num_draft_tokens=3", *DRAFTING, *settings]
+    config = load_config("quickstart", overrides)
+    assert len(jax.devices()) == 8, "the process has them before the plan asks for two"
+    planner = plan.Planner(config, plan.released_config(config.model.path))
+    traced = {name: planner.trace(name) for programs in planner.programs.values() for name in programs}
+    seconds = dict.fromkeys(traced, (None, 1.5))
+    return planner, {n: dataclasses.asdict(planner.step_report(n, traced, seconds)) for n in planner.buckets}
+
+
+@pytest.mark.parametrize("way", ["probabilistic", "one_hot"])
+def test_a_plan_counts_the_draft(golden: Path, way: str) -> None:
+    """Its weights, its state and its programs; a plan without drafts knows nothing of them."""
+    plain, without = planned(golden)
+    drafting, report = planned(golden, "speculative.enabled=true", f"speculative.draft_sampling={way}")
+    config = drafting.model_config
+    sizes = {array.name: array.bytes_per_device for array in drafting.weights + drafting.state}
+    drafts = {name: size for name, size in sizes.items() if name.startswith("draft.")}
+    kept = {name for name in sizes if name.startswith("state.draft_")}
+    assert {array.name for array in plain.weights + plain.state} == sizes.keys() - drafts.keys() - kept
+    assert kept and not any("draft" in line for line in plain.describe())
+    specs = {path: spec for path, spec in leaf_specs(config, draft=True).items() if path.startswith("draft.")}
+    assert drafts.keys() == specs.keys()
+    for path, spec in specs.items():
+        assert drafts[path] == spec.nbytes // (2 if ".ffn.experts." in path else 1), path
+    window = sizes["state.window"] // (12 * 4)  # of one layer and slot
+    kept_bytes = 3 * (2 * config.vocab_size + 4 + 4 + 4) if way == "probabilistic" else 3 * (4 + 4)
+    for name in ("prefill", "decode"):
+        step, before = report[name], without[name]
+        assert step["weights_bytes"] == before["weights_bytes"] + sum(drafts.values())
+        assert step["state_bytes_per_sequence"] == before["state_bytes_per_sequence"] + 2 * window + kept_bytes
+        assert step["flops_per_step"] > before["flops_per_step"]
+        assert step["kv_bytes_per_token"] == before["kv_bytes_per_token"]
+        assert step["peak_bytes_per_device"] > before["peak_bytes_per_device"]
+    assert report["decode"]["compile_s"] == 4.5 and without["decode"]["compile_s"] == 1.5, "three programs and one"
+
+    def exchanges(step: dict[str, Any]) -> int:
+        return sum(call["per_step"] for call in step["collectives"] if call["op"] == "all_to_all")
+
+    # Each of two stages sends rows, slots and weights there and answers back, as each of ten layers does, and the
+    # Engrams of the target send a few more.
+    layers = 10 * 5
+    assert exchanges(report["decode"]) - exchanges(without["decode"]) == 2 * layers // 10
+    assert exchanges(without["decode"]) >= layers and exchanges(report["prefill"]) == exchanges(without["prefill"])
+    words = f"drafts: 3 a step, {way}; a decode step is verify, accept, draft; weights of "
+    assert any(line.startswith(words) for line in drafting.describe())
+
+
+@pytest.mark.slow
+def test_the_command_with_drafts(golden: Path) -> None:
+    """All of its programs compile, and each says so."""
+    words = arguments(golden / "tiny-v41-fp8", *DRAFTING, "speculative.enabled=true")
+    command = [sys.executable, "-m", "di_jax.run", *words, "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    *table, line = result.stdout.strip().splitlines()
+    report = json.loads(line)
+    assert list(report) == ["prefill", "decode", "layout", "storage"] and list(report["decode"]) == STEP_KEYS
+    assert "drafts: 5 a step, probabilistic" in "\n".join(table)
+    for said in ("tracing the verify step: 24 rows", "compiled the accept step", "compiled the draft step"):
+        assert said in result.stderr
+
+
 def test_the_table_and_the_picture(small: dict[str, Any]) -> None:
     for words in (
         "on 8 b200 devices",
@@ -152,6 +226,36 @@ def test_a_plan_that_does_not_fit_says_so(small: dict[str, Any]) -> None:
     step = dataclasses.replace(step, roofline=plan.Roofline(1, 2, 3, "network"))
     report = plan.PlanReport(step, step, small["report"]["layout"], StoragePlan(1, 2, 3, 4))
     assert "NO" in tables(report, ["x"]) and "none" in tables(report, ["x"])
+
+
+def test_what_drafts_cost(golden: Path) -> None:
+    """Of the released model: the context of every row in prefill; in decode blocks, and the head for each draft."""
+    config = ModelConfig.from_file(golden / "config_real.json")
+    layout, mesh = CacheLayout(config, CacheFormats.quantized(), 1, 1, draft_stages=3, num_drafts=5), DeviceMesh()
+    head = {"head.weight": jax.ShapeDtypeStruct((129_280, 5120), jnp.bfloat16)}
+    drafts = {
+        path.removeprefix("draft."): jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        for path, spec in leaf_specs(config, draft=True).items()
+        if path.startswith("draft.")
+    }
+
+    def cost(bucket: Bucket) -> StepCost:
+        return draft_cost(bucket, layout, head, drafts, bucket.rows, 1000.0, mesh)
+
+    context = 15_360 * 5120 + 3 * 512 * 5120
+    prefill = cost(Bucket(False, 4096, 1))
+    assert prefill.flops == prefill.quantized_flops == 2 * 4096 * context
+    decode = cost(Bucket(True, 96, 1, drafts=5, requests=16))
+    blocks, drafted = 16 * 5, 16 * 5
+    dense = 1280 * 5120 + 32_768 * 1280 + 512 * 5120 + 8192 * 4096 + 5120 * 8192 + 3 * 2304 * 5120 + 128 * 5120
+    sublayers = 3 * (dense + 2 * 24 * 20_480 + 3 * (3 * 2304 * 5120) + 2 * 64 * 512 * 128)
+    heads = (96 - 16 + drafted) * 129_280 * 5120 + drafted * (129_280 * 256 + 5376)
+    assert decode.flops == pytest.approx(2 * (96 * context + blocks * sublayers + heads), rel=0.01)
+    # All experts of three stages are read, in four bits with a byte for 32, and nothing as often as it has rows.
+    experts = 3 * 128 * 3 * 2304 * 5120 * (1 / 2 + 1 / 32)
+    assert experts < decode.bytes < 1.2 * experts
+    fewer = cost(Bucket(True, 48, 1, drafts=2, requests=16))
+    assert fewer.bytes == decode.bytes and fewer.flops < decode.flops
 
 
 def test_what_a_step_costs_on_a_device_of_a_mesh(golden: Path) -> None:

@@ -61,7 +61,28 @@ def test_the_demo_table_quotes_the_committed_results() -> None:
     assert rows["its rise by quantization"] == f"{rise:.1%}" and rise < 0.03
     for kind in ("text", "answers", "all"):
         assert rows[f"tokens of a draft block, {kind}"] == f"{1 + draft['accepted_drafts'][kind]['sampled']:.2f}"
-    assert rows["calibration error of the survival"] == f"{draft['calibration_error']['after']['all']:.1%}"
+    error = draft["calibration_error"]["after"]["all"]
+    assert rows["calibration error of the survival"] == f"{error:.1%}"
+    others = {
+        "English perplexity": perplexity["english"] < perplexity["english_five_gram_kneser_ney"],
+        "its rise by quantization": rise <= 0.03,
+        "tokens of a draft block, all": 1 + draft["accepted_drafts"]["all"]["sampled"] >= 2.5,
+        "calibration error of the survival": error <= 0.03,
+    }
+    assert {label: met[label] for label in others} == {label: "yes" if fine else "no" for label, fine in others.items()}
+    assert ("All gates are met." in README) == (set(met.values()) == {"yes"})
+
+
+def test_the_replay_table_quotes_the_committed_results() -> None:
+    match = re.search(r"<!-- replay table: (\S+) -->\n(.*?)<!-- end of replay table -->", README, re.DOTALL)
+    assert match is not None
+    quoted = re.findall(r"^\| (off|mask|compact) \| (.+) \|$", match[2], re.MULTILINE)
+    committed = {
+        row["replay_decoder"]: [f"{row[f'{text}_perplexity']:.4f}" for text in ("english", "python")]
+        + [f"{row[f'recall_{distance}']:.0%}" for distance in (256, 1024, 4096)]
+        for row in json.loads((ROOT / match[1]).read_text(encoding="utf-8"))["rows"]
+    }
+    assert {mode: cells.split(" | ") for mode, cells in quoted} == committed and len(committed) == 3
 
 
 def test_linked_files_exist() -> None:

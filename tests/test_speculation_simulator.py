@@ -44,7 +44,7 @@ def test_published_gains_imply_verified_lengths_in_the_published_range() -> None
 
 
 def test_rescaling_keeps_the_order_and_the_calibration(recorded: Blocks, blocks: Blocks) -> None:
-    assert recorded.accepted_length() < 2.5
+    assert recorded.accepted_length() < ACCEPTED_LENGTH
     assert blocks.accepted_length() == pytest.approx(ACCEPTED_LENGTH, abs=1e-6)
     stated, before = (np.cumprod(each.confidence, axis=1).reshape(-1) for each in (blocks, recorded))
     assert (np.diff(stated[np.argsort(before)]) >= -1e-12).all()

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # scripts are run from a 
 
 from di_jax.commands.bench_host import null_engine
 from di_jax.config import load_config
+from di_jax.errors import ConfigError
 from di_jax.model.config import ModelConfig
 from scripts import time_budget
 from scripts.time_budget import Timeline
@@ -52,3 +53,15 @@ def test_more_positions_for_a_checkpoint(golden: Path, tmp_path: Path, asked: in
     assert {file.name for file in folder.iterdir()} == {file.name for file in checkpoint.iterdir()}
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
     assert text["max_position_embeddings"] == 65536, "the checkpoint itself is as it was"
+
+
+def test_settings_take_overrides(tmp_path: Path) -> None:
+    config = time_budget.settings(tmp_path, 3000, None)
+    assert config.engine.prefill_buckets == (256, 512, 2048) and config.engine.context_buckets == (1024, 1536, 3072)
+    changed = time_budget.settings(
+        tmp_path, 3000, None, ["engine.prefill_buckets=[512, 2048]", "engine.replay.decoder=off"]
+    )
+    assert changed.engine.prefill_buckets == (512, 2048) and changed.engine.replay.decoder == "off"
+    assert changed.engine.context_buckets == config.engine.context_buckets
+    with pytest.raises(ConfigError, match=r"engine.prefill_buckets"):
+        time_budget.settings(tmp_path, 3000, None, ["engine.prefill_buckets=[512]"])

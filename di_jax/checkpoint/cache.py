@@ -1,9 +1,9 @@
 """Orbax cache of the loaded tree, so that a second start skips the conversion.
 
-One entry is a folder `weights-<key>` under the cache folder. The key covers everything the tree follows from: the
-config, the index, every shard's header, size and modification time, and the version of our mapping. An entry is
-written aside and renamed when complete; lists of its files' sizes and checksums show later damage. A damaged entry is
-logged and made anew.
+One entry is a folder `weights-<key>` under the cache folder; the draft model has one of its own. The key covers
+everything the tree follows from: the config, the index, every shard's header, size and modification time, and the
+version of our mapping. An entry is written aside and renamed when complete; lists of its files' sizes and checksums
+show later damage. A damaged entry is logged and made anew.
 """
 
 from __future__ import annotations
@@ -48,30 +48,50 @@ def load_or_convert(
     cache_dir: str | Path | None,
     shardings: Mapping[str, Sharding] | None,
     parallel: Parallel = ONE_DEVICE,
+    *,
+    draft: bool = False,
 ) -> dict[str, jax.Array]:
     """The leaves of `load_leaves`, from the cache when it holds this checkpoint, else converted and stored there.
 
-    cache_dir: None for no cache; shared by all processes of a multi-process mesh. The checkpoint's headers are
-    checked either way. A cache that cannot be read or written is logged, never fatal. Raises CheckpointError.
+    cache_dir: None for no cache; shared by all processes of a multi-process mesh. draft: the leaves of the draft model
+    as well. The checkpoint's headers are checked either way. A cache that cannot be read or written is logged, never
+    fatal. Raises CheckpointError.
     """
     with open_checkpoint(folder, config) as reader:
         if cache_dir is None:
-            return load_leaves(reader, config, shardings, parallel=parallel)
+            return load_leaves(reader, config, shardings, draft=draft, parallel=parallel)
         cache_dir = Path(os.path.expanduser(cache_dir)).absolute()
         specs = leaf_specs(config, parallel=parallel)
-        entry, aside = _agree(reader, cache_dir, specs)
-        if (leaves := _try_restore(entry, specs, shardings)) is not None:
-            return leaves
-        leaves = load_leaves(reader, config, shardings, parallel=parallel)
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)  # fails here, not in a thread of Orbax
-            _store(entry, aside, leaves)
-        except Exception as error:  # a full disk must not keep the model from running
-            logger.warning("weights cache %s could not be written (%s); continuing without", entry, _first_line(error))
-        finally:
-            if jax.process_index() == 0:
-                shutil.rmtree(aside, ignore_errors=True)  # there only when the store did not finish
+        leaves = _load_entry(reader, cache_dir, specs, shardings, parallel)
+        everything = leaf_specs(config, draft=draft, parallel=parallel)
+        # An entry of its own: runs with drafts and runs without share the backbone's.
+        if drafts := {path: spec for path, spec in everything.items() if path not in specs}:
+            leaves |= _load_entry(reader, cache_dir, drafts, shardings, parallel, draft=True)
         return leaves
+
+
+def _load_entry(
+    reader: CheckpointReader,
+    cache_dir: Path,
+    specs: Mapping[str, LeafSpec],
+    shardings: Mapping[str, Sharding] | None,
+    parallel: Parallel,
+    draft: bool = False,
+) -> dict[str, jax.Array]:
+    """The leaves of `specs`, restored from their entry or loaded and stored as one. draft: they are the draft's."""
+    entry, aside = _agree(reader, cache_dir, specs)
+    if (leaves := _try_restore(entry, specs, shardings)) is not None:
+        return leaves
+    leaves = load_leaves(reader, reader.config, shardings, draft=draft, parallel=parallel, only=specs)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)  # fails here, not in a thread of Orbax
+        _store(entry, aside, leaves)
+    except Exception as error:  # a full disk must not keep the model from running
+        logger.warning("weights cache %s could not be written (%s); continuing without", entry, _first_line(error))
+    finally:
+        if jax.process_index() == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # there only when the store did not finish
+    return leaves
 
 
 def cache_key(reader: CheckpointReader, specs: Mapping[str, LeafSpec]) -> str:

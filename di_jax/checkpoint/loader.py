@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from tqdm import tqdm
 
+from di_jax.checkpoint.errors import CheckpointError
 from di_jax.checkpoint.mapping import LeafSpec, Sources, all_sources, leaf_specs
 from di_jax.checkpoint.reader import CheckpointReader
 from di_jax.model.config import ModelConfig
@@ -71,14 +72,18 @@ def load_leaves(
     slab_bytes: int = SLAB_BYTES,
     draft: bool = False,
     parallel: Parallel = ONE_DEVICE,
+    only: Container[str] | None = None,
 ) -> dict[str, jax.Array]:
     """Every leaf of `mapping.leaf_specs` as a global array; of a multi-process mesh only local shards are read.
 
-    shardings: by leaf path, None for all on the first device. draft: the leaves of the draft model as well. Host
-    memory beyond the device shards: at most four slabs. Raises CheckpointError (bad scale byte, file changed),
-    ValueError for a leaf without sharding.
+    shardings: by leaf path, None for all on the first device. draft: the leaves of the draft model as well. only: paths
+    of those to load, None for all. Host memory beyond the device shards: at most four slabs. Raises CheckpointError
+    (bad scale byte, file changed, no draft there), ValueError for a leaf without sharding.
     """
+    if draft and config.num_nextn_predict_layers and not reader.has_draft:
+        raise CheckpointError(f"{reader.folder}: holds no draft (mtp.* tensors), which config.json announces")
     specs = leaf_specs(config, draft=draft, parallel=parallel)
+    specs = {path: spec for path, spec in specs.items() if only is None or path in only}
     sources = all_sources(config, draft=draft, parallel=parallel)
     if shardings is None:
         shardings = dict.fromkeys(specs, SingleDeviceSharding(jax.local_devices()[0]))

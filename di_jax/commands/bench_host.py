@@ -71,7 +71,7 @@ class NullRunner(ModelRunner):
         self._answers = itertools.cycle([NullOutput(*pair, None, None, None) for pair in zip(tokens, logprobs)])  # type: ignore[arg-type]
         self._rings: dict[int, np.ndarray] = {}  # by layers
 
-    def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int = 2) -> None:
+    def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int | None = None) -> None:
         """Nothing is compiled."""
 
     def warm_up_programs(self, snapshot_layers: int | None) -> None:

@@ -1,9 +1,10 @@
 """`plan`: what a config would need and move on devices that are not here (cli-contract, plan).
 
-Traces and compiles the prefill step and the decode step of the whole mesh from shapes alone: no weights, no
-accelerator. Bytes come from the shapes, collectives and temporaries from the traced program, rates from
-`platforms.accelerators`. Where the planned device's own compiler is installed, it compiles and its temporaries count;
-else the CPU's compiles for simulated devices, which shows that the program is sound and nothing about memory.
+Traces and compiles the prefill step and the decode step, which with drafts is three programs, of the whole mesh from
+shapes alone: no weights, no accelerator. Bytes come from the shapes, collectives and temporaries from the traced
+program, rates from `platforms.accelerators`. Where the planned device's own compiler is installed, it compiles and its
+temporaries count; else the CPU's compiles for simulated devices, which shows that the program is sound and nothing
+about memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -23,17 +26,21 @@ from flax import nnx
 
 from di_jax.checkpoint.hub import DEMO, resolve_checkpoint
 from di_jax.checkpoint.mapping import host_specs
+from di_jax.commands.plan_cost import draft_cost, total
 from di_jax.commands.plan_tables import tables
 from di_jax.commands.records import print_result
 from di_jax.commands.roofline import Peaks, StepCost, step_cost
 from di_jax.config import Config
-from di_jax.engine.memory_sizing import blocks_per_sequence
-from di_jax.engine.runner import COMPILE_STACK_BYTES, trace_step
-from di_jax.engine.setup import build_ladder, build_parallel
+from di_jax.engine.compiling import COMPILE_STACK_BYTES
+from di_jax.engine.memory_sizing import blocks_per_sequence, draft_bytes
+from di_jax.engine.runner import parameter_specs, trace_step
+from di_jax.engine.setup import build_ladder, build_parallel, cache_layout, draft_settings
+from di_jax.engine.speculative_programs import DraftSettings, SpeculativePrograms
 from di_jax.engine.step_plan import Bucket
 from di_jax.errors import ConfigError, UserError
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
+from di_jax.model.dspark import LEAF_PREFIX, DraftModel, abstract_draft
 from di_jax.model.linear import Numerics
 from di_jax.model.transformer import Transformer, abstract_model, parameter_paths
 from di_jax.parallel.collectives import Collective, collectives, network_seconds
@@ -50,6 +57,7 @@ from kernels_pallas.choice import KernelChoice
 logger = logging.getLogger(__name__)
 
 PREFILL, DECODE = "prefill", "decode"
+VERIFY, ACCEPT, DRAFT = "verify", "accept", "draft"  # programs of a decode step with drafts, in their order
 # Facts of the released checkpoint that a plan needs of it, so that planning for it takes no download.
 RELEASED = {"deepseek-ai/DeepSeek-V4.1-Flash": "deepseek-v4.1-flash.json"}
 # For the compiler: code that nobody runs is not optimized, which saves a third of the time; memory is placed before.
@@ -144,11 +152,14 @@ class Planner:
         self.mesh_plan: DeviceMesh = config.mesh.plan
         self.parallel = build_parallel(config, model_config)
         ladder = build_ladder(config, model_config.engram_look_back)
-        context = ladder.context_blocks[-1]
+        self.settings: DraftSettings | None = draft_settings(config, model_config)
+        context, requests = ladder.context_blocks[-1], ladder.decode_rows[-1]
+        verified = ladder.verify_rows(requests)[-1] if self.settings else requests
         self.buckets = {
             PREFILL: ladder.bucket(False, ladder.prefill_rows[-1], context),
-            DECODE: ladder.bucket(True, ladder.decode_rows[-1], context),
+            DECODE: ladder.bucket(True, verified, context, requests=requests if self.settings else 0),
         }
+        self.programs = {PREFILL: (PREFILL,), DECODE: (VERIFY, ACCEPT, DRAFT) if self.settings else (DECODE,)}
         simulated = config.with_values({"mesh.simulate_devices": self.mesh_plan.world})
         configure_jax(simulated)
         here = require_devices(simulated)
@@ -164,11 +175,17 @@ class Planner:
         kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
         self.model: Transformer = abstract_model(model_config, self.numerics, kernels, self.parallel)
         self.graph, self.params = nnx.split(self.model)
+        self.draft: DraftModel | None = None
+        if self.settings is not None:
+            self.draft = abstract_draft(model_config, self.numerics, kernels, self.parallel)
         blocks = config.engine.num_blocks or blocks_per_sequence(config.engine) * config.engine.max_num_seqs
-        formats = self.numerics.formats
-        self.layout = CacheLayout(model_config, formats, blocks, config.engine.max_num_seqs)
+        formats, slots = self.numerics.formats, config.engine.max_num_seqs
+        self.layout: CacheLayout = cache_layout(model_config, formats, blocks, slots, self.settings)
         self.on_host = host_specs(model_config, self.parallel)
         self.weights = place_weights(self.params, self.mesh_plan) + place_on_host(self.on_host)
+        if self.draft is not None:
+            drafts = place_weights(nnx.state(self.draft), self.mesh_plan)
+            self.weights += [dataclasses.replace(array, name=LEAF_PREFIX + array.name) for array in drafts]
         self.state = place_state(self.layout, self.mesh_plan)
 
     def describe(self) -> list[str]:
@@ -183,7 +200,19 @@ class Planner:
             f"{self.config.model.path}, {self.config.model.dtype}, on {mesh.world} {self.device.name} devices: "
             f"dp {mesh.dp}, cp {mesh.cp}, ep {mesh.ep}; {experts} + {self.parallel.extra_experts} expert slots a layer",
             f"steps of a rank: {buckets}; {engine.max_num_seqs} requests of up to {engine.max_model_len} tokens",
+            *(self._drafting() if self.settings else ()),
             *([f"Engram tables: {host_bytes / 1e9:,.2f} GB in the memory of each host"] if self.on_host else []),
+        ]
+
+    def _drafting(self) -> list[str]:
+        """Of the draft model, for a person."""
+        assert self.settings is not None
+        weights = sum(array.bytes_per_device for array in self.weights if array.name.startswith(LEAF_PREFIX))
+        windows, kept = draft_bytes(self.layout)
+        return [
+            f"drafts: {self.settings.num_drafts} a step, {self.settings.way}; a decode step is "
+            f"{', '.join(self.programs[DECODE])}; weights of {weights / 1e9:,.2f} GB on a device, and of each request "
+            f"{windows / 1e3:,.2f} kB of windows and {kept / 1e3:,.2f} kB of drafts"
         ]
 
     def draw(self, path: Path) -> None:
@@ -197,9 +226,9 @@ class Planner:
 
     def report(self) -> PlanReport:
         """Traces and compiles both steps; minutes for the released model."""
-        traced = {name: self.trace(name) for name in self.buckets}
+        traced = {name: self.trace(name) for programs in self.programs.values() for name in programs}
         compiled = self.compile(traced)
-        steps = {name: self.step_report(name, traced[name], *compiled[name]) for name in self.buckets}
+        steps = {name: self.step_report(name, traced, compiled) for name in self.buckets}
         arrays = [*self.weights, *self.state, *(self.buffer(name) for name in self.buckets)]
         load = StoreLoad(**dataclasses.asdict(self.config.plan.storage))
         window = window_state_bytes(self.layout)
@@ -207,9 +236,26 @@ class Planner:
         return PlanReport(steps[PREFILL], steps[DECODE], [array.record() for array in arrays], storage)
 
     def trace(self, name: str) -> Any:
-        bucket = self.buckets[name]
+        """A program of a step."""
+        bucket = self.buckets[PREFILL if name == PREFILL else DECODE]
         logger.info("tracing the %s step: %d rows, %d context blocks", name, bucket.rows, bucket.context_blocks)
-        return trace_step(self.graph, self.params, self.mesh, self.mesh_plan, self.layout, bucket)
+        draft = None if self.draft is None else nnx.split(self.draft)
+        if name not in (ACCEPT, DRAFT):
+            return trace_step(self.graph, self.params, self.mesh, self.mesh_plan, self.layout, bucket, draft=draft)
+        assert draft is not None and self.settings is not None
+        params = self.params, draft[1]
+        programs = SpeculativePrograms(
+            self.mesh,
+            self.mesh_plan,
+            self.layout,
+            self.settings,
+            (self.graph, draft[0]),
+            (parameter_specs(params[0], self.mesh_plan), parameter_specs(params[1], self.mesh_plan)),
+            self.numerics.dtype,
+        )
+        if name == DRAFT:
+            return programs.trace_draft(params, bucket.requests)
+        return programs.trace_accept(params, None, bucket.requests, bucket.rows)
 
     def compile(self, traced: dict[str, Any]) -> dict[str, tuple[Any, float]]:
         """The executables and the seconds that each took, all at once, with signs of life."""
@@ -248,11 +294,18 @@ class Planner:
             pool.shutdown(wait=False, cancel_futures=True)
             threading.stack_size(previous)
 
-    def step_report(self, name: str, traced: Any, compiled: Any, compile_s: float) -> StepReport:
-        """The numbers of one step."""
+    def step_report(
+        self, name: str, traced: Mapping[str, Any], compiled: Mapping[str, tuple[Any, float]]
+    ) -> StepReport:
+        """The numbers of one step. traced, compiled: every program, with the seconds of its compilation."""
         engine, mesh, device = self.config.engine, self.mesh_plan, self.device
-        measured = self.compiles_for_device
-        temp = compiled.memory_analysis().temp_size_in_bytes if measured else temporary_bytes(traced.jaxpr.jaxpr)
+        measured, programs = self.compiles_for_device, self.programs[name]
+        temp = self.waiting_bytes(name) + max(
+            compiled[program][0].memory_analysis().temp_size_in_bytes
+            if measured
+            else temporary_bytes(traced[program].jaxpr.jaxpr)
+            for program in programs
+        )
         weights = sum(array.bytes_per_device for array in self.weights)
         fixed = weights + self.buffer(name).bytes_per_device + temp
         peak = fixed + sum(array.bytes_per_device for array in self.state)
@@ -261,7 +314,7 @@ class Planner:
         request += self.layout.bytes_per_slot
         # In a prefill the context ranks of a data-parallel rank all hold its requests; in decode each has its own.
         ranks = mesh.world if name == DECODE else mesh.dp
-        moved = collectives(traced.jaxpr.jaxpr, mesh.axis_sizes)
+        moved = joined(collectives(traced[program].jaxpr.jaxpr, mesh.axis_sizes) for program in programs)
         cost = self.cost(name)
         peaks = Peaks(
             device.bytes_per_s,
@@ -290,8 +343,13 @@ class Planner:
             roofline=Roofline(
                 times["compute"], times["memory"], times["network"], max(times, key=lambda bound: times[bound])
             ),
-            compile_s=round(compile_s, 3),
+            compile_s=round(sum(compiled[program][1] for program in programs), 3),
         )
+
+    def waiting_bytes(self, name: str) -> int:
+        """Of the hidden rows that wait for another program of the step."""
+        bucket = self.buckets[name]
+        return bucket.rows * self.model_config.hidden_size * self.numerics.dtype.itemsize if bucket.drafts else 0
 
     def cost(self, name: str) -> StepCost:
         """What a full step must read and multiply on one device: a decode step of requests at `engine.max_model_len`,
@@ -299,13 +357,27 @@ class Planner:
         bucket, limit = self.buckets[name], self.config.engine.max_model_len
         leaves = {path: leaf.get_value() for path, leaf in parameter_paths(self.model).items()}
         if bucket.decode:
-            tokens, sequences, context = bucket.rows, bucket.rows, float(limit)
+            tokens, sequences, context = bucket.rows, bucket.sequences, float(limit)
         else:
             tokens, sequences, context = bucket.rows // bucket.cp, 1, min(bucket.rows, limit) / 2
-        return step_cost(leaves, self.layout, tokens=tokens, sequences=sequences, context=context, mesh=self.mesh_plan)
+        cost = step_cost(leaves, self.layout, tokens=tokens, sequences=sequences, context=context, mesh=self.mesh_plan)
+        if self.draft is None:
+            return cost
+        drafts = {path: leaf.get_value() for path, leaf in parameter_paths(self.draft).items()}
+        return total(cost, draft_cost(bucket, self.layout, leaves, drafts, tokens, context, self.mesh_plan))
 
     def buffer(self, name: str) -> PlacedArray:
         """The packed plan that the host sends to a step, a row for each rank."""
         bucket: Bucket = self.buckets[name]
         array = jax.ShapeDtypeStruct((self.mesh_plan.world, bucket.size), jax.numpy.int32)
         return place(f"buffer.{name}", array, ("blocks", None), self.mesh_plan)
+
+
+def joined(programs: Iterable[tuple[Collective, ...]]) -> tuple[Collective, ...]:
+    """The collectives of a step of several programs, the most bytes first."""
+    calls: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+    for program in programs:
+        for call in program:
+            calls[call.op, call.axes, call.bytes] += call.per_step
+    found = [Collective(op, axes, nbytes, count) for (op, axes, nbytes), count in calls.items()]
+    return tuple(sorted(found, key=lambda call: (-call.bytes * call.per_step, call)))

@@ -11,21 +11,24 @@ import numpy as np
 
 from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.sequence import Holding, Sequence
-from di_jax.engine.slot_table import SlotTable
+from di_jax.engine.slot_table import SlotTable, idle_plan
 from di_jax.engine.step_plan import FREE_TOKEN, Bucket, BucketLadder, Chunk, StepPlan, build_plan
 from di_jax.engine.step_policy import DECODE, PREFILL
+from di_jax.engine.verification import Round
 
 
 @dataclass(frozen=True)
 class Need:
-    """The smallest bucket that holds a batch: rows, kept rows of the decoder layers, blocks of context. 0: no work."""
+    """The smallest bucket that holds a batch: rows, kept rows of the decoder layers, blocks of context, and sequences
+    with drafts. 0: no work."""
 
     rows: int = 0
     kept_rows: int = 0
     context_blocks: int = 0
+    requests: int = 0
 
     def numbers(self) -> list[int]:
-        return [self.rows, self.kept_rows, self.context_blocks]
+        return [self.rows, self.kept_rows, self.context_blocks, self.requests]
 
 
 @dataclass(frozen=True)
@@ -117,21 +120,37 @@ class Batch:
 
 @dataclass(frozen=True)
 class DecodePart:
-    """The slots of one rank that decode, with the positions that they feed."""
+    """The slots of one rank that decode, with the least positions that they feed.
+
+    caps: drafts of each that the step may verify. drafted: which have drafts at all. round: of `RateLedger.schedule`,
+    when steps verify drafts. rows: that the rank would verify, 0 without drafts.
+    """
 
     rank: int
     table: SlotTable
     slots: np.ndarray  # int [n]
     position: np.ndarray  # int32 [n]
     sequences: list[Sequence]
+    caps: np.ndarray  # int32 [n]
+    drafted: np.ndarray  # bool [n]
+    round: Round | None = None
+    rows: int = 0
+
+    @property
+    def last_position(self) -> int:
+        """The furthest that the step feeds."""
+        if not self.table.num_drafts:
+            return int(self.position.max())
+        return int(self.table.last_position(self.slots, self.caps).max())
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One token of every running sequence."""
+    """One token of every running sequence, or the drafts that follow it too. num_drafts: of a sequence at most."""
 
     parts: list[DecodePart]
     kind: str = DECODE
+    num_drafts: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -146,7 +165,7 @@ class DecodeBatch:
     def advance(self) -> None:
         """The step was launched."""
         for part in self.parts:
-            part.table.advance(part.slots)
+            part.table.advance(part.slots, part.caps if self.num_drafts else None)
 
     def need(self, ladder: BucketLadder, ledgers: SequenceOf[BlockManager]) -> Need:
         """Of the rank that needs most."""
@@ -154,15 +173,22 @@ class DecodeBatch:
         if not rows:
             return Need()
         block_size = ledgers[0].block_size
-        blocks = max(int(part.position.max()) // block_size + 1 for part in self.parts if len(part.slots))
+        blocks = max(part.last_position // block_size + 1 for part in self.parts if len(part.slots))
         bucket = ladder.fit(True, range(rows), blocks)
-        return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks)
+        if not self.num_drafts:
+            return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks)
+        wanted = max(part.rows for part in self.parts)
+        return Need(wanted, 0, bucket.context_blocks, bucket.rows)
 
     def plans(self, bucket: Bucket, ranks: SequenceOf[int]) -> list[StepPlan]:
         """The step plans of these ranks."""
         parts = {part.rank: part for part in self.parts}
         return [
-            parts[rank].table.plan(bucket, parts[rank].slots) if rank in parts else build_plan(bucket, ())
+            part.table.plan(bucket, part.slots, part.caps)
+            if (part := parts.get(rank))
+            else idle_plan(bucket)
+            if bucket.drafts
+            else build_plan(bucket, ())
             for rank in ranks
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,6 +21,10 @@ class Pending:
     """Snapshots that a step left behind, by rank what each is of: on their way to the host."""
 
     taken: list[tuple[Snapshot, dict[int, tuple[Sequence, int]]]] = field(default_factory=list)
+
+    def lengths(self) -> dict[Sequence, int]:
+        """Tokens known now of the sequences."""
+        return {sequence: len(sequence) for _, owners in self.taken for sequence, _ in owners.values()}
 
 
 class CacheChores:
@@ -57,14 +62,21 @@ class CacheChores:
             pending.taken.append((taken, {rank: one[2:] for rank, one in due.items() if one is not None}))
         return pending
 
-    def keep(self, pending: Pending) -> None:
+    def keep(self, pending: Pending, before: Mapping[Sequence, int] | None = None) -> None:
         """Snapshots whose step is complete, and whose tokens are therefore known, enter the cache. What a sequence left
-        there while it decoded is replaced: the next turn of a conversation goes on from its end."""
+        there while it decoded is replaced: the next turn of a conversation goes on from its end.
+
+        before: of a step that verified drafts, the tokens known of its sequences before its own: only one that crossed
+        the boundary in it left a window that ends there.
+        """
         for snapshot, owners in pending.taken:
             rings = dict(zip(self._ranks, snapshot.host(), strict=True))
             for rank, (sequence, boundary) in owners.items():
                 keys, ring = sequence.keys, rings[rank]
                 if keys is None or ring is None or len(sequence) < boundary:
+                    continue
+                # The newest token known is in no cache yet.
+                if before is not None and not before[sequence] - 1 < boundary <= len(sequence) - 1:
                     continue
                 if keys.num_tokens < boundary:
                     keys.extend(sequence.tokens(keys.num_tokens, boundary))

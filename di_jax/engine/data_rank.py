@@ -67,9 +67,10 @@ class DataRank:
         max_blocks: int,
         rules: CacheRules | None = None,
         snapshots: WindowStateCache | None = None,
+        num_drafts: int = 0,
     ) -> None:
         self.ledgers = list(ledgers)
-        self.tables = [SlotTable(ledger.num_slots, max_blocks) for ledger in ledgers]
+        self.tables = [SlotTable(ledger.num_slots, max_blocks, num_drafts) for ledger in ledgers]
         self.rules = rules or CacheRules(prefix_caching=False)
         self.snapshots = WindowStateCache(0) if snapshots is None else snapshots  # an empty one is false
         self.block_size = self.ledgers[0].block_size
@@ -230,6 +231,13 @@ class DataRank:
         sequence.held[0].blocks.append(block)
         table.grow(slot, block)
 
+    def shrink(self, rank: int, slot: int) -> None:
+        """Takes the last block of the sequence that decodes in a slot, which no step has reached."""
+        sequence = self._table(rank).sequences[slot]
+        assert sequence is not None
+        self._ledger(rank).release([sequence.held[0].blocks.pop()])
+        self._table(rank).shrink(slot)
+
     def computed(self, sequence: Sequence, held: SequenceOf[Holding], end: int) -> None:
         """The first `end` tokens are in the caches of these holdings, and known: complete blocks can be found."""
         if not self.rules.prefix_caching or sequence.keys is None:
@@ -299,4 +307,6 @@ def data_ranks(
     """The data-parallel ranks made of this process's ranks, `ladder.cp` neighbours each, with empty ledgers."""
     ledgers = [BlockManager(layout.num_blocks, layout.num_slots, layout.block_size, rank) for rank in local_ranks]
     cp, width = ladder.cp, ladder.context_blocks[-1]
-    return [DataRank(ledgers[at : at + cp], width, rules, snapshots) for at in range(0, len(ledgers), cp)]
+    return [
+        DataRank(ledgers[at : at + cp], width, rules, snapshots, ladder.drafts) for at in range(0, len(ledgers), cp)
+    ]

@@ -13,12 +13,14 @@ import logging
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 
 from di_jax.config import EngineGroup
+from di_jax.engine import step_profile
 from di_jax.engine.batch import Batch, DecodeBatch, Need
 from di_jax.engine.cache_chores import CacheChores, Pending
 from di_jax.engine.compile_counter import COMPILATIONS
@@ -26,6 +28,7 @@ from di_jax.engine.data_rank import CacheRules, data_ranks
 from di_jax.engine.demand import demand_of
 from di_jax.engine.expert_balancer import ExpertBalancer
 from di_jax.engine.intake import Intake
+from di_jax.engine.matching import Matcher, Matching
 from di_jax.engine.measurement import Measurement
 from di_jax.engine.metrics import EngineMetrics, StepReport
 from di_jax.engine.results import ABORT, MODEL_ERROR, Results
@@ -34,8 +37,10 @@ from di_jax.engine.sampling_chores import SamplingChores
 from di_jax.engine.scheduler import Limits, Scheduler
 from di_jax.engine.sequence import Request, RequestFailure, Status
 from di_jax.engine.setup import EngineParts
+from di_jax.engine.speculation import Rounds, Speculation
 from di_jax.engine.state_cache import WindowStateCache
 from di_jax.engine.step_cost import StepCost
+from di_jax.engine.step_launcher import Launches, StepLauncher
 from di_jax.engine.step_plan import Bucket
 from di_jax.engine.step_policy import DECODE, NO_QUOTA, PREFILL, Demand, make_policy
 from di_jax.parallel import processes
@@ -64,6 +69,8 @@ class Flight:
     num_tokens: int
     output: StepOutput
     pending: Pending
+    rounds: Rounds
+    drafted: bool
     slot_experts: np.ndarray | None
     launched: float
     schedule_s: float
@@ -90,8 +97,6 @@ class Engine:
         self.intake = Intake(parts, config, self.scheduler)
         layers = rules.snapshot_layers(parts.model_config)
         self.chores = CacheChores(self.runner, self.snapshots, layers, parts.layout.block_size)
-        self.sampling = SamplingChores(self.runner, parts.model_config.vocab_size)
-        self.results = Results(self.scheduler, parts.model_config.eos_token_id, self._end)
         self.policy = make_policy(
             config.policy,
             config.ttft_target_ms,
@@ -116,6 +121,9 @@ class Engine:
             num_devices=len(self.runner.local_ranks),
             log_interval=config.log_interval,
         )
+        self.results = Results(
+            self.scheduler, parts.model_config.eos_token_id, self._end, self.measurement.metrics.drafts
+        )
         self.num_steps = self.changes = 0
         self._depth = DEPTH if config.async_scheduling else 0
         self._flights: deque[Flight] = deque()
@@ -125,14 +133,39 @@ class Engine:
         self._decode_s: deque[float] = deque(maxlen=DECODE_TIMES)
         self._resets = self.runner.resets
         self._ids = itertools.count()
+        self._reports: deque[StepReport] = deque()  # of steps that were handled ahead of their turn
         if config.warmup:
             self.runner.warm_up(parts.ladder.buckets())
             self.runner.warm_up_programs(layers if snapshots else None)
             if self.balancer is not None:
                 self.balancer.warm_up()
+        vocab_size = parts.model_config.vocab_size
+        self.speculation = self._speculation(parts)
+        self._resets = self.runner.resets  # the profile empties the caches
+        self.launcher = StepLauncher(
+            self.runner,
+            self.scheduler,
+            self.chores,
+            SamplingChores(self.runner, vocab_size),
+            Matching(vocab_size),
+            self.speculation,
+        )
         self.compiles_when_ready = COMPILATIONS.count
         self.measurement.ready()
         self.agreement.working(None)
+
+    def _speculation(self, parts: EngineParts) -> Speculation | None:
+        if not parts.ladder.drafts:
+            return None
+        tables = {
+            ledger.rank: table
+            for rank in self.scheduler.ranks
+            for ledger, table in zip(rank.ledgers, rank.tables, strict=True)
+        }
+        # Without warm-up nothing is compiled, and to time it all would take the time that was to be saved.
+        timed = parts.ladder.varlen and self.config.warmup
+        profile = step_profile.measure(self.runner, parts.ladder) if timed else None
+        return Speculation(parts.ladder, tables, profile)
 
     # -- requests
 
@@ -142,7 +175,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_work or bool(self._flights)
+        return self.scheduler.has_work or bool(self._flights) or bool(self._reports)
 
     @property
     def has_room(self) -> bool:
@@ -160,10 +193,14 @@ class Engine:
         return COMPILATIONS.count - self.compiles_when_ready
 
     def add_request(
-        self, prompt_ids: SequenceOf[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt_ids: SequenceOf[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        matcher: Callable[[], Matcher] | None = None,
     ) -> Request:
-        """Queues a request. request_id: default a running number. Raises RequestError and queues nothing;
-        QueueFullError when engine.max_waiting sequences wait."""
+        """Queues a request. request_id: default a running number. matcher: makes what each of its answers has to match.
+        Raises RequestError and queues nothing; QueueFullError when engine.max_waiting sequences wait."""
         request_id = str(next(self._ids)) if request_id is None else request_id
         if request_id in self.requests:
             raise RequestError(f"request {request_id!r} is running already; give another id")
@@ -173,7 +210,7 @@ class Engine:
                 f"{self.scheduler.num_waiting} requests wait, engine.max_waiting is {self.config.max_waiting}; "
                 "try again later"
             )
-        request = self.intake.request(request_id, prompt_ids, sampling)
+        request = self.intake.request(request_id, prompt_ids, sampling, matcher)
         if not self.has_unfinished:
             self.measurement.begin()
         self.requests[request_id] = request
@@ -215,18 +252,19 @@ class Engine:
         An error of the device, or an interrupt, goes on up. It costs every request in the caches its answer (`failure`
         says why); requests that wait, and the engine itself, go on.
         """
+        if self._reports:
+            return self._reports.popleft()
         self.runner.repair()
         self._fail_lost(MODEL_ERROR, "its caches were lost when another step over them failed; ask again")
         try:
             while True:
                 launched = self._launch()
-                report = None
                 while self._flights and (not launched or len(self._flights) > self._depth):
-                    report = self._complete()
-                if report is not None and not self.requests and self._alone:
+                    self._reports.append(self._complete())
+                if self._reports and not self.requests and self._alone:
                     self._drain()  # nobody may ever step again
-                if report is not None or not launched:
-                    return report
+                if self._reports or not launched:
+                    return self._reports.popleft() if self._reports else None
         except BaseException as error:
             self._recover(error)
             raise
@@ -241,45 +279,39 @@ class Engine:
         batch = self.scheduler.schedule(kind, began, tokens=tokens, preempt=not self._flights)
         if batch is None:
             raise RuntimeError("a decode step was planned without room for it while another was in flight")
-        chores = self.scheduler.chores
-        need = batch.need(self.parts.ladder, self.scheduler.ledgers)
-        own = [*need.numbers(), batch.num_sequences, batch.num_tokens, *self.chores.launches(chores)]
-        own += self.sampling.launches(batch)
+        if self.speculation is not None and isinstance(batch, DecodeBatch):
+            batch = self.speculation.plan(batch)
+        need, launches = batch.need(self.parts.ladder, self.scheduler.ledgers), self.launcher.launches(batch)
+        own = [*need.numbers(), batch.num_sequences, batch.num_tokens, *launches.numbers()]
         everyones = self.agreement.gather(np.array(own, np.int32), "the bucket of a step")
-        need = Need(*everyones[:, :3].max(axis=0).tolist())
-        restores, copies, snapshots, extra, begins = everyones[:, 5:].max(axis=0).tolist()
-        num_sequences, num_tokens = everyones[:, 3:5].sum(axis=0).tolist()
+        need = Need(*everyones[:, :4].max(axis=0).tolist())
+        num_sequences, num_tokens = everyones[:, 4:6].sum(axis=0).tolist()
+        launches = Launches.of_all(everyones[:, 6:])
         if not need.rows:
             if self._flights:
                 return False  # what is in flight ends first
             if again == EMPTY_PLANS:
                 raise RuntimeError(f"a {kind} step was chosen, but no process has work for it")
             return self._launch(again + 1)  # all that were to decode gave way to prompts
-        bucket = self.parts.ladder.bucket(kind == DECODE, need.rows, need.context_blocks, need.kept_rows)
+        bucket = self.parts.ladder.bucket(kind == DECODE, need.rows, need.context_blocks, need.kept_rows, need.requests)
         what = f"step {self.num_steps}, {kind}, {need.rows} rows and {need.context_blocks} blocks of context"
         self.agreement.working(what)
         planned = time.perf_counter()
-        self.chores.before(chores, restores)
-        plans = batch.plans(bucket, self.runner.local_ranks)
-        if isinstance(batch, DecodeBatch):
-            batch.advance()
-        output = self.runner.execute(plans)
-        if extra:
-            output = self.sampling.after(batch, plans, output, begins)
-        number = self.scheduler.launched()
-        pending = self.chores.after(chores, copies, snapshots)
+        step = self.launcher.launch(batch, bucket, launches, self._complete_early)
         launched = time.perf_counter()
         self.measurement.launched(batch, launched)
         slot_experts = None if self.balancer is None else self.balancer.slot_experts
         self._flights.append(
             Flight(
-                number,
+                step.number,
                 batch,
                 bucket,
                 num_sequences,
                 num_tokens,
-                output,
-                pending,
+                step.output,
+                step.pending,
+                step.rounds,
+                step.drafted,
                 slot_experts,
                 launched,
                 planned - began,
@@ -304,6 +336,11 @@ class Engine:
         tokens = self.policy.budget(demands) if kind == PREFILL else NO_QUOTA
         return kind, None if tokens == NO_QUOTA else tokens
 
+    def _complete_early(self) -> None:
+        """Handles all steps in flight while another is being launched."""
+        while self._flights:
+            self._reports.append(self._complete())
+
     def _complete(self) -> StepReport:
         """Waits for the oldest step in flight and handles its results."""
         flight = self._flights[0]
@@ -313,6 +350,8 @@ class Engine:
         self.num_steps += 1
         self.changes += 1
         by_rank = dict(zip(self.runner.local_ranks, outputs, strict=True))
+        verified = bool(flight.bucket.drafts)
+        lengths = flight.pending.lengths() if verified else None
         moved, ended, generated = self.results.book(flight.batch, by_rank, now)
         self._moved |= moved
         for sequence in ended:
@@ -320,7 +359,7 @@ class Engine:
             if request is not None and all(s.finished for s in request.sequences):
                 self._end(request, now)
         self._flights.popleft()
-        self.chores.keep(flight.pending)
+        self.chores.keep(flight.pending, lengths)
         self.scheduler.completed(flight.number)
         if self.balancer is not None:
             self.balancer.after_step(outputs, flight.slot_experts)
@@ -331,11 +370,15 @@ class Engine:
             self.cost.observe(flight.bucket.rows, flight.batch.mean_context, seconds)
         else:
             self._decode_s.append(seconds)
+        if self.speculation is not None:
+            self.speculation.completed(flight.rounds, by_rank)
+            if verified:
+                self.speculation.observe(flight.bucket, seconds, flight.drafted)
         report = StepReport(
             kind=flight.batch.kind,
             bucket=flight.bucket,
             num_sequences=flight.num_sequences,
-            num_tokens=flight.num_tokens,
+            num_tokens=generated if verified else flight.num_tokens,
             seconds=seconds,
             requests=list(self._moved.values()),
             moe_lb=None if self.balancer is None else self.balancer.moe_lb,
@@ -343,10 +386,10 @@ class Engine:
             launch_s=flight.launch_s,
             wait_s=now - began,
             post_s=time.perf_counter() - now,
-            flops=self.measurement.operations(flight.batch),
+            flops=self.measurement.operations(flight.batch, by_rank),
         )
         self._moved = {}
-        self.measurement.completed(report, flight.batch, generated, now)
+        self.measurement.completed(report, flight.batch, generated, self.results.emitted, now)
         return report
 
     # -- endings

@@ -104,6 +104,11 @@ class ExtraSampling:
         )
         return cls(numbers, bias, allowed, words, has_state, s.logprobs, s.min_tokens)
 
+    @classmethod
+    def plain(cls) -> ExtraSampling:
+        """Of a request that the second program draws as the step would, for its mask alone."""
+        return cls(_numbers(chosen=1))
+
     def check(self, stop_ids: Iterable[int], vocab_size: int) -> None:
         """Raises RequestError when every id is forbidden. stop_ids: forbidden before min_tokens."""
         out = {token for token, value in self.bias.items() if value == -np.inf}

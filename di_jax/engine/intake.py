@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from di_jax.config import EngineGroup
 from di_jax.engine.extra_sampling import ExtraSampling
+from di_jax.engine.matching import Matcher
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request, Sequence
 from di_jax.engine.setup import EngineParts
@@ -23,8 +25,14 @@ class Intake:
         self.parts, self.config, self.scheduler = parts, config, scheduler
         self._arrivals = itertools.count()
 
-    def request(self, request_id: str, prompt_ids: SequenceOf[int], sampling: SamplingParams) -> Request:
-        """A request with its sequences, not queued yet. Raises RequestError."""
+    def request(
+        self,
+        request_id: str,
+        prompt_ids: SequenceOf[int],
+        sampling: SamplingParams,
+        matcher: Callable[[], Matcher] | None = None,
+    ) -> Request:
+        """A request with its sequences, not queued yet. matcher: makes what each has to match. Raises RequestError."""
         ids, room = self._check(prompt_ids, sampling)
         seed, arrival = sampling.resolved_seed(), next(self._arrivals)
         request = Request(request_id, ids, sampling, seed)
@@ -36,6 +44,8 @@ class Intake:
         extra = ExtraSampling.of(sampling, self.parts.tokenizer)
         if extra is not None:
             extra.check(stop_ids, self.parts.model_config.vocab_size)
+        elif matcher is not None:
+            extra = ExtraSampling.plain()
         request.sequences = [
             Sequence(
                 request_id,
@@ -51,6 +61,7 @@ class Intake:
                 request=request,
                 keys=self.scheduler.ranks[0].new_keys(sampling.cache_salt),
                 detokenizer=self._detokenizer(sampling),
+                matcher=None if matcher is None else matcher(),
             )
             for index in range(sampling.n)
         ]

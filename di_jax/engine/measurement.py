@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from di_jax.engine.batch import Batch, DecodeBatch
+from di_jax.engine.batch import Batch, DecodeBatch, DecodePart
 from di_jax.engine.compile_counter import COMPILATIONS
 from di_jax.engine.flops import ModelFlops, peak_flops
 from di_jax.engine.metrics import EngineMetrics, StatusLine, StepReport
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request
 from di_jax.engine.state_cache import WindowStateCache
+from di_jax.engine.step_output import StepOutput
 from di_jax.model.config import ModelConfig
 
 
@@ -63,10 +66,10 @@ class Measurement:
                 m.prompt_tokens += len(request.prompt_ids)
                 m.cached_tokens += sequence.hit.length
 
-    def operations(self, batch: Batch | DecodeBatch) -> float:
-        """Of the model, in a step."""
+    def operations(self, batch: Batch | DecodeBatch, outputs: Mapping[int, StepOutput]) -> float:
+        """Of the model, in a step, without the draft's. outputs: by rank."""
         if isinstance(batch, DecodeBatch):
-            return sum(self.flops.decode(part.position + 1) for part in batch.parts)
+            return sum(self.flops.decode(self._contexts(part, outputs[part.rank])) for part in batch.parts)
         chunks = [work.chunk for work in batch.work]
         if not chunks:
             return 0.0
@@ -74,19 +77,42 @@ class Measurement:
         start, window, decoder = np.array([(c.start, c.window_start, c.decoder_start) for c in chunks]).T
         return self.flops.step(count, start + count, window_start=window, decoder_start=decoder)
 
-    def completed(self, report: StepReport, batch: Batch | DecodeBatch, generated: int, now: float) -> None:
-        """The results of a step were handled. generated: tokens that it brought."""
+    @staticmethod
+    def _contexts(part: DecodePart, output: StepOutput) -> np.ndarray:
+        """Of each row of a decode step, to within the drafts of its block."""
+        if output.verified is None:
+            return part.position + 1
+        rows = 1 + np.asarray(output.verified)[: len(part.slots)]
+        return np.repeat(part.position + 1, np.maximum(rows, 0))
+
+    def completed(
+        self,
+        report: StepReport,
+        batch: Batch | DecodeBatch,
+        generated: int,
+        emitted: Mapping[int, np.ndarray],
+        now: float,
+    ) -> None:
+        """The results of a step were handled. generated: tokens that it brought; emitted: of each of its sequences, by
+        rank, if it verified drafts; now: when, as in what it moved."""
         m, ledgers = self.metrics, self.scheduler.ledgers
         m.generated_tokens += generated
         if isinstance(batch, DecodeBatch):
             for part in batch.parts:
                 gaps = now - part.table.told[part.slots]
                 part.table.told[part.slots] = now
+                if part.rank in emitted:
+                    self._spread(gaps, emitted[part.rank])
+                    continue
                 if gaps.min() == gaps.max():  # as usual: all got their last token from the same step
                     m.inter_token.observe(float(gaps[0]), len(gaps))
                     continue
                 for gap, times in zip(*np.unique(gaps[np.isfinite(gaps)], return_counts=True), strict=True):
                     m.inter_token.observe(float(gap), int(times))
+        else:
+            for request in report.requests:
+                if request.first_token == now:
+                    m.first_token.observe(now - request.arrived)
         m.running, m.waiting = self.scheduler.num_running, self.scheduler.num_waiting
         m.blocks_used = sum(ledger.num_held_blocks for ledger in ledgers)
         m.blocks_cached = sum(ledger.num_cached_blocks for ledger in ledgers)
@@ -99,12 +125,17 @@ class Measurement:
         m.observe_step(report, now)
         self.status.observe(report, m)
 
+    def _spread(self, gaps: np.ndarray, emitted: np.ndarray) -> None:
+        """Times between tokens of which several came at once: each is as long after the one before it."""
+        counted = np.isfinite(gaps) & (emitted > 0)
+        each, index = np.unique(gaps[counted] / emitted[counted], return_inverse=True)
+        for gap, times in zip(each.tolist(), np.bincount(index, emitted[counted]).tolist(), strict=True):
+            self.metrics.inter_token.observe(gap, int(times))
+
     def ended(self, request: Request) -> None:
         """A request ended."""
         assert request.ended is not None
         reason = "error" if request.failure is not None else request.sequences[0].finish_reason or "error"
-        if request.first_token is not None:
-            self.metrics.first_token.observe(request.first_token - request.arrived)
         self.metrics.observe_end(
             reason,
             prompt_tokens=len(request.prompt_ids),

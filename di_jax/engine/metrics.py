@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from di_jax.engine.draft_totals import DraftTotals
 from di_jax.engine.step_policy import DECODE, PREFILL
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ MFU_STEPS = 128  # steps that the MFU gauge looks back on
 
 @dataclass(frozen=True)
 class StepReport:
-    """One executed step. num_sequences, num_tokens: fed, in all processes; seconds: from planning to the last token
+    """One executed step. num_sequences, num_tokens: fed, in all processes; of a step with drafts num_tokens are those
+    that it emitted in this one. seconds: from planning to the last token
     handled on the host, of which the four others are parts: planning it, sending it to the device, waiting for its
     tokens, handling them.
 
@@ -124,6 +126,8 @@ _GAUGES = (
     ("blocks_free", "di_jax:blocks_free", "Blocks without content"),
     ("snapshot_bytes", "di_jax:snapshot_bytes", "Host memory of window-state snapshots"),
     ("mfu", "di_jax:mfu", "Share of the devices' peak operations that the model's were, in the last steps"),
+    ("draft_accept_rate", "di_jax:draft_accept_rate", "Accepted drafts of the verified ones"),
+    ("confidence_error", "di_jax:draft_confidence_error", "How far confidences are from the chance of acceptance"),
     ("moe_lb", "di_jax:moe_lb", "Rows of the busiest expert rank over those of the mean one"),
 )
 _COUNTERS = (
@@ -140,11 +144,21 @@ _COUNTERS = (
     ("deadline_exceeded", "di_jax:deadline_exceeded", "Requests ended by their deadline"),
     ("compilations", "di_jax:compilations", "Programs compiled since the engine was ready"),
     ("model_flops", "di_jax:model_flops", "Operations of the model in FP8-equivalents"),
+    ("draft_steps", "vllm:spec_decode_num_drafts", "Blocks of drafts that came to verification"),
+    ("drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Drafts in those blocks"),
+    ("verified_tokens", "di_jax:spec_decode_num_verified_tokens", "Drafts that were verified"),
+    ("accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted"),
 )
 _LABELLED = (
     ("finished", "vllm:request_success", "finished_reason", "Requests ended, by reason"),
     ("rejected", "vllm:admission_rejections", "reason", "Requests not taken in, by reason"),
     ("steps", "di_jax:steps", "kind", "Steps, by kind"),
+    (
+        "accepted_at",
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "position",
+        "Drafts that were accepted, by place in the block",
+    ),
 )
 _HISTOGRAMS = (
     ("first_token", "vllm:time_to_first_token_seconds", "Arrival to first token"),
@@ -185,6 +199,7 @@ class EngineMetrics:
         self.snapshot_hits = self.snapshot_misses = self.replayed_tokens = 0
         self.preemptions = self.deadline_exceeded = self.compilations = 0
         self.model_flops = 0.0
+        self.drafts = DraftTotals()
         self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.rejected: dict[str, int] = {}
         self.steps = {PREFILL: 0, DECODE: 0}
@@ -203,6 +218,34 @@ class EngineMetrics:
     @property
     def kv_cache_usage(self) -> float:
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+    @property
+    def draft_accept_rate(self) -> float | None:
+        return self.drafts.accept_rate
+
+    @property
+    def confidence_error(self) -> float | None:
+        return self.drafts.confidence_error
+
+    @property
+    def draft_steps(self) -> int:
+        return self.drafts.steps
+
+    @property
+    def drafted_tokens(self) -> int:
+        return self.drafts.drafted
+
+    @property
+    def verified_tokens(self) -> int:
+        return self.drafts.verified
+
+    @property
+    def accepted_tokens(self) -> int:
+        return self.drafts.accepted
+
+    @property
+    def accepted_at(self) -> dict[str, int]:
+        return {str(place): count for place, count in self.drafts.accepted_at.items()}
 
     @property
     def mfu(self) -> float | None:
@@ -328,7 +371,7 @@ class StatusLine:
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.interval, self._clock = interval, clock
-        self._before = (0, 0, 0, 0.0, 0)
+        self._before = (0, 0, 0, 0.0, 0, 0, 0, 0)
         self.restart()
 
     def observe(self, report: StepReport, metrics: EngineMetrics) -> None:
@@ -340,9 +383,20 @@ class StatusLine:
         if not self.interval or (now := self._clock()) - self._since < self.interval:
             return
         seconds = now - self._since
-        m, gaps = metrics, metrics.inter_token
-        current = (m.prefix_queries, m.prefix_hits, m.preemptions, gaps.sum, gaps.total)
-        queries, hits, preemptions, gap_s, tokens = (new - old for new, old in zip(current, self._before, strict=True))
+        m, gaps, d = metrics, metrics.inter_token, metrics.drafts
+        current = (
+            m.prefix_queries,
+            m.prefix_hits,
+            m.preemptions,
+            gaps.sum,
+            gaps.total,
+            d.steps,
+            d.verified,
+            d.accepted,
+        )
+        queries, hits, preemptions, gap_s, tokens, blocks, verified, accepted = (
+            new - old for new, old in zip(current, self._before, strict=True)
+        )
         self._before = current
         parts = [
             f"prefill {self._prefilled / seconds:.0f} tok/s",
@@ -357,6 +411,8 @@ class StatusLine:
             parts.append(f"{preemptions} preempted")
         if tokens:
             parts.append(f"itl {1e3 * gap_s / tokens:.1f} ms")
+        if blocks:
+            parts.append(f"{verified / blocks:.1f} drafts verified, {accepted / blocks:.1f} accepted")
         if (mfu := m.mfu) is not None:
             parts.append(f"mfu {100 * mfu:.1f}%")
         if report.moe_lb is not None:

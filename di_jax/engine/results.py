@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from di_jax.engine.batch import Batch, DecodeBatch, DecodePart
-from di_jax.engine.runner import StepOutput
+from di_jax.engine.draft_totals import DraftTotals
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status, TokenTop
+from di_jax.engine.step_output import StepOutput
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
 MODEL_ERROR = "model_error"
@@ -20,10 +21,14 @@ Fail = Callable[[Request, float, RequestFailure], None]
 
 
 class Results:
-    """Books the results of steps, in the order in which they were launched."""
+    """Books the results of steps, in the order in which they were launched.
 
-    def __init__(self, scheduler: Scheduler, eos_token_id: int, fail: Fail) -> None:
-        self.scheduler, self.eos, self.fail = scheduler, eos_token_id, fail
+    emitted: of the step booked last, if it verified drafts: tokens that each sequence got, by rank.
+    """
+
+    def __init__(self, scheduler: Scheduler, eos_token_id: int, fail: Fail, drafts: DraftTotals) -> None:
+        self.scheduler, self.eos, self.fail, self.drafts = scheduler, eos_token_id, fail, drafts
+        self.emitted: dict[int, np.ndarray] = {}
         self._tokens = 0  # of the step that is being booked
         self._rank_of = {ledger.rank: rank for rank in scheduler.ranks for ledger in rank.ledgers}
 
@@ -34,8 +39,10 @@ class Results:
         process's."""
         moved: dict[str, Request] = {}
         ended: list[Sequence] = []
-        self._tokens = 0
-        if isinstance(batch, DecodeBatch):
+        self._tokens, self.emitted = 0, {}
+        if isinstance(batch, DecodeBatch) and batch.num_drafts:
+            self._verified(batch, outputs, moved, ended, now)
+        elif isinstance(batch, DecodeBatch):
             self._decoded(batch, outputs, moved, ended, now)
         else:
             self._prefilled(batch, outputs, moved, ended, now)
@@ -89,6 +96,7 @@ class Results:
                     token in sequence.stop_ids
                     or len(ids) + 1 >= sequence.max_tokens
                     or sequence.sampling.stop
+                    or sequence.matcher is not None
                     or not finite
                 ):
                     self._append(sequence, token, logprob, moved, ended, now)
@@ -99,6 +107,56 @@ class Results:
                 moved[sequence.request_id] = sequence.request  # type: ignore[assignment]
                 plain += 1
         self._tokens += plain
+
+    def _verified(
+        self,
+        batch: DecodeBatch,
+        outputs: dict[int, StepOutput],
+        moved: dict[str, Request],
+        ended: list[Sequence],
+        now: float,
+    ) -> None:
+        """Of a step that verified drafts: one token of each sequence or several, of which those behind a stop go."""
+        for part in batch.parts:
+            output, count = outputs[part.rank], len(part.sequences)
+            assert output.verified is not None and output.error is not None
+            emitted: np.ndarray = np.sum(np.asarray(output.token[:count]) >= 0, axis=1)
+            tokens, logprobs = output.token[:count].tolist(), output.logprob[:count].tolist()
+            verified, errors = output.verified[:count].tolist(), output.error[:count].tolist()
+            ran, goes_on = np.zeros((2, count), bool)
+            got = np.zeros(count, np.int64)
+            drafted = np.where(part.drafted, part.table.num_drafts, 0)
+            drafts = drafted.tolist()
+            for place, sequence in enumerate(part.sequences):
+                if sequence.status is not Status.RUNNING:
+                    part.table.told[part.slots[place]] = np.nan
+                    continue
+                new = int(emitted[place])
+                if not new:
+                    raise RuntimeError(
+                        f"request {sequence.request_id}: {len(sequence.output_ids)} of {sequence.max_tokens} tokens "
+                        "are out and the device gave no more"
+                    )
+                ran[place] = goes_on[place] = True
+                sequence.count_drafts(drafts[place], verified[place], new - 1, errors[place])
+                known = len(sequence.output_ids)
+                for at in range(new):
+                    self._register_known(part.rank, sequence)
+                    _keep_top(sequence, output, place, at)
+                    self._append(sequence, tokens[place][at], logprobs[place][at], moved, ended, now)
+                    if sequence.status is not Status.RUNNING:
+                        goes_on[place] = False
+                        break
+                got[place] = len(sequence.output_ids) - known
+            part.table.settle(part.slots[goes_on], part.caps[goes_on], emitted[goes_on])
+            self.drafts.add(drafted[ran], np.array(verified)[ran], emitted[ran] - 1, np.array(errors)[ran])
+            self.emitted[part.rank] = got
+
+    def _register_known(self, rank: int, sequence: Sequence) -> None:
+        """Blocks that a step completed; while its next token is booked, all before that are in the caches."""
+        data_rank, end = self._rank_of[rank], len(sequence)
+        if sequence.held and end // data_rank.block_size > sequence.num_registered:
+            data_rank.computed(sequence, sequence.held, end)
 
     def _register(self, part: DecodePart) -> None:
         """Blocks that a decode step completed; before sequences end and give theirs up."""
@@ -123,6 +181,10 @@ class Results:
         moved[request.request_id] = request
         if not math.isfinite(logprob):
             what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
+            self.fail(request, now, RequestFailure(MODEL_ERROR, what))
+            return
+        if sequence.matcher is not None and not sequence.matcher.accept(token):
+            what = f"output token {len(sequence.output_ids)}: id {token} does not match what the answer has to"
             self.fail(request, now, RequestFailure(MODEL_ERROR, what))
             return
         sequence.output_ids.append(token)
@@ -167,10 +229,11 @@ class Results:
         self.scheduler.finish(sequence, reason, now)
 
 
-def _keep_top(sequence: Sequence, output: StepOutput, place: int) -> None:
-    """The likeliest ids beside the token that a sequence is about to get, when it asked for them."""
+def _keep_top(sequence: Sequence, output: StepOutput, *place: int) -> None:
+    """The likeliest ids beside the token that a sequence is about to get, when it asked for them. place: of the
+    sequence among the step's, and of the token among the sequence's where there are several."""
     if sequence.extra is None or sequence.extra.top is None or output.top is None:
         return
     top, count = output.top, sequence.extra.top
-    ids, logprobs = top.ids[place, :count].tolist(), top.logprobs[place, :count].tolist()
+    ids, logprobs = top.ids[place][:count].tolist(), top.logprobs[place][:count].tolist()
     sequence.tops.append(TokenTop(int(top.rank[place]), ids, logprobs))

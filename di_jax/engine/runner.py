@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -17,18 +15,21 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
-from tqdm import tqdm
 
+from di_jax.engine.compiling import compile_together, compile_workers
 from di_jax.engine.extra_sampling import SlotState
 from di_jax.engine.sampler import sample
-from di_jax.engine.sampling_programs import SamplingPrograms, TopTokens
+from di_jax.engine.sampling_programs import SamplingPrograms
+from di_jax.engine.speculative_programs import DraftSettings, SpeculativePrograms, Verification, abstract
+from di_jax.engine.speculative_steps import verify
 from di_jax.engine.state_programs import Snapshot, StateCopies, StatePrograms
+from di_jax.engine.step_output import DraftOutput, StepOutput
 from di_jax.engine.step_plan import REPLAY_FIELDS, Bucket, StepPlan
 from di_jax.model.cache import CacheLayout, EngineState
-from di_jax.model.engram import RowSource
+from di_jax.model.dspark import DraftModel
 from di_jax.model.moe import slot_tables
-from di_jax.model.rows import META, Rows, make_rows
-from di_jax.model.transformer import LayerTrace, Transformer
+from di_jax.model.rows import Rows, make_rows
+from di_jax.model.transformer import Transformer
 from di_jax.parallel.expert_moves import MovePlan
 from di_jax.parallel.expert_weights import move_program
 from di_jax.parallel.mesh import DeviceMesh
@@ -36,54 +37,24 @@ from di_jax.parallel.mesh import DeviceMesh
 logger = logging.getLogger(__name__)
 
 TOKENS, LOGITS, TRACE = "tokens", "logits", "trace"
-# XLA's lowering recurses deeper than the 8 MB default stack of a thread on large models.
-COMPILE_STACK_BYTES = 64 * 2**20
-
-
-@partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """Small results of a step: of all ranks on device, with a leading axis of ranks, or of one rank on the host."""
-
-    token: Array  # int32 [S]
-    logprob: Array  # fp32 [S]
-    logits: Array | None  # fp32 [T, V] when asked for
-    trace: list[LayerTrace] | None
-    load: Array | None  # int32 [L, expert slots] rows that the rank sent to each slot, when counted
-    host_tables: RowSource | None = dataclasses.field(default=None, metadata=META)  # that the step asked
-    hidden: Array | None = None  # [S, D] of the rows that tokens were drawn from; stays on device
-    top: TopTokens | None = None  # where a request asked for log-probabilities, of `resample`
-
-    def host(self) -> list[StepOutput]:
-        """Waits for the results: one output with NumPy arrays for each rank of this process, in their order. Raises
-        what a look-up in host memory failed with (CheckpointError, naming the file)."""
-        outputs = dataclasses.replace(self, hidden=None)._fetch()
-        if self.host_tables is not None:
-            self.host_tables.raise_failure()
-        return outputs
-
-    def _fetch(self) -> list[StepOutput]:
-        if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self)):
-            whole = jax.device_get(self)  # one transfer for all arrays
-            return [jax.tree.map(lambda a, r=rank: a[r], whole) for rank in range(len(whole.token))]
-        leaves, structure = jax.tree.flatten(self)
-        shards = [sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start) for leaf in leaves]
-        return [jax.tree.unflatten(structure, [np.asarray(s.data)[0] for s in rank]) for rank in zip(*shards)]
 
 
 def step(
-    graph: Any,
+    graphs: Sequence[Any],
     plan: DeviceMesh,
     layout: CacheLayout,
     bucket: Bucket,
     outputs: str,
-    params: Any,
+    params: Sequence[Any],
     state: EngineState,
     buffer: Array,
 ) -> tuple[StepOutput, EngineState]:
     """One rank's step of the model inside `shard_map`: forward, head and sampling. buffer int32 [1, size]; results
-    have a leading axis of one. Raises ValueError, when it is traced, for what the bucket cannot give."""
-    model: Transformer = nnx.merge(graph, params)
+    have a leading axis of one. Raises ValueError, when it is traced, for what the bucket cannot give.
+
+    graphs, params: of the model, and of its draft if it has one: the rows then leave their context to the draft.
+    """
+    model: Transformer = nnx.merge(graphs[0], params[0])
     if bucket.drops_rows and outputs != TOKENS:
         raise ValueError(f"{outputs} asked of a step that drops rows: {bucket}")
     if model.ngram_hash is not None and not bucket.decode and bucket.history < model.config.engram_look_back:
@@ -93,7 +64,7 @@ def step(
     rows, kept = step_rows(plan, bucket, fields, state)
     grown = jnp.where(fields["count"] > 0, slot, layout.num_slots)
     state = state.replace(length=state.length.at[grown].set(rows.end, mode="drop"))
-    out = model(rows, state, layout, kept=kept, trace=outputs == TRACE)
+    out = model(rows, state, layout, kept=kept, trace=outputs == TRACE, taps=len(graphs) > 1)
     hidden, state = out.rows.gathered(out.hidden), out.state
     last = fields["first_row"] if bucket.decode else fields["sample_row"]
     drawn_from = hidden[last] if outputs == TOKENS else None
@@ -109,6 +80,11 @@ def step(
     # Sequences that are not sampled (chunks before the last, padding) leave their slot alone.
     target = jnp.where(fields["sample"] > 0, slot, layout.num_slots)
     state = state.replace(last_token=state.last_token.at[target].set(chosen, mode="drop"))
+    if out.taps is not None:
+        drafter: DraftModel = nnx.merge(graphs[1], params[1])
+        state = drafter.store_context(out.taps, out.rows, state, layout)
+        # Drafts that the slot still has are another sequence's, or follow another token.
+        state = state.replace(draft_token=state.draft_token.at[target].set(-1, mode="drop"))
     trace = [jax.tree.map(jax.vmap(rows.gathered), run) for run in out.traces] if outputs == TRACE else None
     told = None if outputs == TOKENS else logits
     result = StepOutput(chosen, logprob, told, trace, out.load, model.host_tables, drawn_from)
@@ -149,12 +125,20 @@ def step_rows(
 class ModelRunner:
     """Runs step plans on a mesh. Owns the weights and the state; every step donates the state and replaces it.
 
-    mesh: of the model's `parallel.mesh`; by default on the first devices. local_ranks: numbers of the ranks that this
-    process hosts, ascending. resets: how often the state was emptied because a step did not finish. Whoever sees it
-    change has to give up the sequences that it had in the caches.
+    mesh: of the model's `parallel.mesh`; by default on the first devices. draft, settings: of decode steps that verify
+    drafts; neither or both. local_ranks: numbers of the ranks that this process hosts, ascending. resets: how often the
+    state was emptied because a step did not finish. Whoever sees it change has to give up the sequences that it had in
+    the caches.
     """
 
-    def __init__(self, model: Transformer, layout: CacheLayout, mesh: jax.sharding.Mesh | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        layout: CacheLayout,
+        mesh: jax.sharding.Mesh | None = None,
+        draft: DraftModel | None = None,
+        settings: DraftSettings | None = None,
+    ) -> None:
         self.layout, self.parallel, self.plan = layout, model.parallel, model.parallel.mesh
         self.mesh = self.plan.build() if mesh is None else mesh
         self.graph, self.params = nnx.split(model)
@@ -177,7 +161,23 @@ class ModelRunner:
         spec: Any = parameter_specs(self.params, self.plan)["head"]["weight"]
         self._sampling = SamplingPrograms(self.mesh, self.plan, layout, head["weight"].get_value(), spec.get_value())
         self._sampling.reset()
+        self._draft: tuple[Any, Any] | None = None
+        self._speculative: SpeculativePrograms | None = None
+        if draft is not None and settings is not None:
+            self._draft = graph, params = nnx.split(draft)
+            graphs, specs = (
+                (self.graph, graph),
+                (parameter_specs(self.params, self.plan), parameter_specs(params, self.plan)),
+            )
+            self._speculative = SpeculativePrograms(
+                self.mesh, self.plan, layout, settings, graphs, specs, self._hidden_dtype
+            )
         self._lock = threading.Lock()
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it has a draft: decode steps are `verify`, `accept` and `draft`."""
+        return self._draft is not None
 
     @property
     def load_shape(self) -> tuple[int, int]:
@@ -187,8 +187,9 @@ class ModelRunner:
         return layers, slots
 
     def lower(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
-        """The step of a bucket, lowered but not compiled."""
-        return trace_step(self.graph, self.params, self.mesh, self.plan, self.layout, bucket, outputs).lower()
+        """The step of a bucket, lowered but not compiled; of one with drafts its first program."""
+        layout, draft = self.layout, self._draft
+        return trace_step(self.graph, self.params, self.mesh, self.plan, layout, bucket, outputs, draft).lower()
 
     def compiled(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
         """The executable of a bucket, compiled at first use."""
@@ -199,8 +200,9 @@ class ModelRunner:
                 self._compiled[bucket, outputs] = executable
         return executable
 
-    def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int = 2) -> None:
+    def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int | None = None) -> None:
         """Compiles every bucket ahead of time, as `compile_together`."""
+        workers = compile_workers() if workers is None else workers
         buckets = list(buckets)
         jobs: list[Callable[[], Any]] = [
             partial(self.compiled, b, outputs) for b in buckets if (b, outputs) not in self._compiled
@@ -213,8 +215,12 @@ class ModelRunner:
         compile_together(jobs, workers)
 
     def _sampling_jobs(self, buckets: Sequence[Bucket]) -> list[Callable[[], Any]]:
-        """What compiles `begin_answers` and `resample` after steps of these buckets."""
-        return self._sampling.jobs((bucket.sequences for bucket in buckets), self._hidden_dtype)
+        """What compiles `begin_answers`, and after steps of these buckets `resample` or `accept` and `draft`."""
+        plain = (bucket.sequences for bucket in buckets if not bucket.drafts)
+        jobs = self._sampling.jobs(plain, self._hidden_dtype)
+        if self._speculative is not None:
+            jobs += self._speculative.jobs(self._weights, self._sampling.abstract_state, buckets)
+        return jobs
 
     def execute(self, plans: Sequence[StepPlan], outputs: str = TOKENS) -> StepOutput:
         """Launches a step and returns at once; its results are on device until `StepOutput.host`.
@@ -222,6 +228,11 @@ class ModelRunner:
         plans: one for each of `local_ranks`, all of one bucket. When it is cut short after the state was donated, the
         error goes on up and the state is empty (`resets`).
         """
+        if plans[0].bucket.drafts:
+            raise ValueError(f"a step with drafts is for `verify`: {plans[0].bucket}")
+        return self._launch(plans, outputs)
+
+    def _launch(self, plans: Sequence[StepPlan], outputs: str) -> Any:
         if len(plans) != len(self.local_ranks) or len({plan.bucket for plan in plans}) != 1:
             raise ValueError(f"{len(plans)} step plans for {len(self.local_ranks)} ranks, or of different buckets")
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
@@ -230,23 +241,92 @@ class ModelRunner:
         local = np.stack([plan.buffer for plan in plans])
         buffer = jax.make_array_from_process_local_data(self._buffers, local, (self.plan.world, local.shape[1]))
         try:
-            output, self.state = executable(self.params, self.state, buffer)
+            output, self.state = executable(self._weights, self.state, buffer)
         except BaseException:
             # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost.
             self.repair()
             raise
         return output
 
-    def resample(self, output: StepOutput, rows: Sequence[np.ndarray]) -> StepOutput:
+    @property
+    def _weights(self) -> Any:
+        return (self.params,) if self._draft is None else (self.params, self._draft[1])
+
+    # A decode step with drafts: the three are called in this order by all processes alike, return at once and leave an
+    # empty state as `execute` does when they are cut short.
+
+    def verify(self, plans: Sequence[StepPlan]) -> Verification:
+        """Launches the target on the newest tokens and on drafts. plans: as of `execute`, of a bucket with drafts."""
+        if not plans[0].bucket.drafts:
+            raise ValueError(f"a step without drafts is for `execute`: {plans[0].bucket}")
+        return self._launch(plans, TOKENS)
+
+    def accept(
+        self,
+        verification: Verification,
+        rows: Sequence[np.ndarray] | None = None,
+        allowed: Sequence[np.ndarray] | None = None,
+    ) -> StepOutput:
+        """What the verified step emits.
+
+        rows: for requests of extra sampling, int32 [OF_REQUEST, R] for each of `local_ranks`, NEUTRAL for the others.
+        allowed: with `rows`, int32 [R, k + 1, ceil(V / 32)]: the ids that may stand at each place of a block, those of
+        bit i of word w being 32 w + i.
+        """
+        programs, slots = self._with_drafts, self._sampling.state
+        assert slots is not None
+        try:
+            answer, self.state, self._sampling.state = programs.accept(
+                self._weights, self.state, slots, verification, rows, allowed
+            )
+        except BaseException:
+            self.repair()
+            raise
+        v = verification
+        return StepOutput(
+            answer.token,
+            answer.logprob,
+            None,
+            None,
+            v.load,
+            v.host_tables,
+            top=answer.top,
+            verified=v.verified,
+            error=answer.error,
+        )
+
+    def draft(self, rows: Sequence[np.ndarray]) -> DraftOutput:
+        """Drafts what follows the newest tokens of sequences; they wait in the slots for the next `verify`.
+
+        rows: int32 [DRAFT_COLUMNS, R] for each of `local_ranks`.
+        """
+        programs = self._with_drafts
+        try:
+            output, self.state = programs.draft(self._weights, self.state, rows)
+        except BaseException:
+            self.repair()
+            raise
+        return output
+
+    @property
+    def _with_drafts(self) -> SpeculativePrograms:
+        if self._speculative is None:
+            raise ValueError("the runner was made without a draft")
+        return self._speculative
+
+    def resample(
+        self, output: StepOutput, rows: Sequence[np.ndarray], allowed: Sequence[np.ndarray] | None = None
+    ) -> StepOutput:
         """Draws tokens of the step launched last in place of the plain ones (`sampling_programs`). Returns at once.
 
-        rows: of `extra_sampling.pack_rows`, one for each of `local_ranks`. All processes call it, or none.
+        rows: of `extra_sampling.pack_rows`, one for each of `local_ranks`. allowed: as of `accept`, of one place,
+        for sequences that are drawn here. All processes call it, or none.
         """
         if output.hidden is None:
             raise ValueError("the step left no hidden rows: it was asked for logits")
         try:
             token, logprob, top, last_token = self._sampling.sample(
-                self.state.last_token, output.hidden, output.token, output.logprob, rows
+                self.state.last_token, output.hidden, output.token, output.logprob, rows, allowed
             )
             self.state = self.state.replace(last_token=last_token)
         except BaseException:
@@ -323,29 +403,6 @@ class ModelRunner:
         self.resets += 1
 
 
-def compile_together[Compiled](jobs: Sequence[Callable[[], Compiled]], workers: int = 2) -> list[Compiled]:
-    """The results of `jobs`, each of which compiles a step, run in threads with a progress bar.
-
-    An error or an interrupt drops what no thread has begun and is raised at once; XLA cannot be stopped inside a
-    compilation, so those in flight end in the background and keep the process until then.
-    """
-    previous = threading.stack_size(COMPILE_STACK_BYTES)
-    pool = ThreadPoolExecutor(workers)
-    try:
-        futures = [pool.submit(job) for job in jobs]
-        with tqdm(total=len(jobs), desc="compiling", unit="step", disable=None, file=sys.stderr) as bar:
-            for future in as_completed(futures):
-                future.result()
-                bar.update()
-        return [future.result() for future in futures]
-    except BaseException:
-        logger.warning("warm-up was cut short: the steps in flight (%d at most) are compiled to the end", workers)
-        raise
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        threading.stack_size(previous)
-
-
 def parameter_specs(params: Any, plan: DeviceMesh) -> Any:
     """PartitionSpecs of a model's state, in its structure: by the logical axes of each weight, else replicated."""
 
@@ -364,23 +421,29 @@ def trace_step(
     layout: CacheLayout,
     bucket: Bucket,
     outputs: str = TOKENS,
+    draft: tuple[Any, Any] | None = None,
 ) -> Any:
-    """The step of a bucket over a mesh, lowered from arrays or from ShapeDtypeStructs alone: nothing runs."""
-    params_specs = parameter_specs(params, plan)
+    """The step of a bucket over a mesh, lowered from arrays or from ShapeDtypeStructs alone: nothing runs.
+
+    draft: graph and params of the draft; a bucket with drafts needs it and gives `verify`.
+    """
+    graphs: Any = (graph,) if draft is None else (graph, draft[0])
+    weights = (params,) if draft is None else (params, draft[1])
+    specs = tuple(parameter_specs(each, plan) for each in weights)
     state = layout.global_abstract(mesh, plan)
     state_specs = jax.tree.map(lambda s: s.sharding.spec, state)
     ranks = PartitionSpec(plan.rank_axes)
+    if bucket.drafts:
+        rank_step: Any = partial(verify, graphs, layout, bucket)
+    else:
+        rank_step = partial(step, graphs, plan, layout, bucket, outputs)
     body = jax.shard_map(
-        partial(step, graph, plan, layout, bucket, outputs),
+        rank_step,
         mesh=mesh,
-        in_specs=(params_specs, state_specs, ranks),
+        in_specs=(specs, state_specs, ranks),
         out_specs=(ranks, state_specs),
         check_vma=False,  # loops whose trip count is agreed by pmax are beyond what it can prove
     )
-
-    def placed(leaf: Any, spec: PartitionSpec) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
     buffer = jax.ShapeDtypeStruct((plan.world, bucket.size), jnp.int32, sharding=NamedSharding(mesh, ranks))
     program = jax.jit(body, donate_argnums=1)
-    return program.trace(jax.tree.map(placed, params, params_specs), state, buffer)
+    return program.trace(abstract(weights, specs, mesh), state, buffer)

@@ -11,7 +11,7 @@ from di_jax.engine.batch import Batch, DecodeBatch, Work
 from di_jax.engine.extra_sampling import NEUTRAL, SlotState, pack_rows
 from di_jax.engine.runner import ModelRunner, StepOutput
 from di_jax.engine.sampling_programs import NO_SLOT
-from di_jax.engine.step_plan import StepPlan
+from di_jax.engine.step_plan import Bucket, StepPlan
 
 
 class SamplingChores:
@@ -30,9 +30,17 @@ class SamplingChores:
         return [int(extra), max(begun, default=0)]
 
     def after(
-        self, batch: Batch | DecodeBatch, plans: SequenceOf[StepPlan], output: StepOutput, begins: int
+        self,
+        batch: Batch | DecodeBatch,
+        plans: SequenceOf[StepPlan],
+        output: StepOutput,
+        begins: int,
+        allowed: SequenceOf[np.ndarray] | None = None,
     ) -> StepOutput:
-        """The step's results with the tokens of such answers. Call right after the step was launched; plans: of it."""
+        """The step's results with the tokens of such answers. Call right after the step was launched; plans: of it.
+
+        allowed: `Matching.masks` of each rank.
+        """
         ranks = self.runner.local_ranks
         if isinstance(batch, Batch):
             due = [self._begun(batch, rank) for rank in ranks]
@@ -41,7 +49,17 @@ class SamplingChores:
                 slots = [NO_SLOT if w is None else w.chunks[r].slot for r, w in zip(ranks, of_ranks, strict=True)]
                 self.runner.begin_answers(slots, [None if work is None else self._state(work) for work in of_ranks])
         rows = [pack_rows(plan, _numbers(batch, rank)) for rank, plan in zip(ranks, plans, strict=True)]
-        return self.runner.resample(output, rows)
+        return self.runner.resample(output, rows, allowed)
+
+    def numbers(self, batch: DecodeBatch, bucket: Bucket) -> list[np.ndarray]:
+        """How each sequence of a step with drafts is drawn, int32 [OF_REQUEST, R] of each rank."""
+        found = []
+        for rank in self.runner.local_ranks:
+            rows = np.repeat(NEUTRAL[:, None], bucket.sequences, axis=1)
+            if len(own := np.asarray(_numbers(batch, rank))):
+                rows[:, : len(own)] = own.T
+            found.append(rows)
+        return found
 
     def _begun(self, batch: Batch, rank: int) -> list[Work]:
         """Parts of a rank's prefill step that draw a first token, or the first after a preemption, from slots."""

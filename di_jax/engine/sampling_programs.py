@@ -32,6 +32,7 @@ from di_jax.parallel.mesh import DeviceMesh
 
 TOP = 20  # likeliest ids told at most
 NO_SLOT = -1
+MASK_BITS = 32  # ids of one word of a mask
 
 jax.tree_util.register_dataclass(SlotState)
 
@@ -62,7 +63,8 @@ class SamplingPrograms:
     """The programs over one mesh, and the slots' state. Each is compiled at first use, or by `jobs`.
 
     head: the model's vocabulary matrix [V, D], laid out by `spec`. Every process of a run calls the same ones in the
-    same order, with one entry for each rank that it hosts. state: none before `reset`, nor when a failed call lost it.
+    same order, with one entry for each rank that it hosts. state: none before `reset`, nor when a failed call lost it;
+    abstract_state: its ShapeDtypeStructs.
     """
 
     def __init__(
@@ -73,9 +75,9 @@ class SamplingPrograms:
         self._spec = spec
         self._ranks = NamedSharding(mesh, PartitionSpec(plan.rank_axes))
         self._slot = slot_shapes(head.shape[0])
-        self._compiled: dict[tuple[str, int, Any], Any] = {}
+        self._compiled: dict[tuple[str, int, Any, bool], Any] = {}
         wanted = jax.tree.map(lambda leaf: self._over_ranks((layout.num_slots, *leaf.shape), leaf.dtype), self._slot)
-        self._wanted = wanted
+        self.abstract_state = wanted
         self._allocate = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wanted),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
@@ -83,13 +85,16 @@ class SamplingPrograms:
         self.state: SlotState | None = None
 
     def jobs(self, sequences: Iterable[int], hidden: Any) -> list[Callable[[], Any]]:
-        """What compiles everything for steps of so many sequences, whose hidden rows have the dtype `hidden`."""
-        wanted = [("begin", 0, None), *(("sample", count, jnp.dtype(hidden)) for count in sorted(set(sequences)))]
-        return [partial(self.compiled, *key) for key in wanted if key not in self._compiled]
+        """What compiles everything but masks for steps of so many sequences, with hidden rows of the dtype `hidden`."""
+        wanted: list[tuple[str, int, Any]] = [
+            ("begin", 0, None),
+            *(("sample", count, jnp.dtype(hidden)) for count in sorted(set(sequences))),
+        ]
+        return [partial(self.compiled, *key) for key in wanted if (*key, False) not in self._compiled]
 
-    def compiled(self, name: str, count: int = 0, dtype: Any = None) -> Any:
-        """The executable of `begin`, or of `sample` for `count` sequences with hidden rows of `dtype`."""
-        key = name, count, dtype
+    def compiled(self, name: str, count: int = 0, dtype: Any = None, masked: bool = False) -> Any:
+        """The executable of `begin`, or of `sample` for `count` sequences, hidden rows of `dtype`, and with masks."""
+        key = name, count, dtype, masked
         executable = self._compiled.get(key)
         if executable is None:
             executable = self._compiled[key] = self.lower(*key).compile()
@@ -103,15 +108,22 @@ class SamplingPrograms:
         self.state = self.compiled("begin")(self.state, slot, given)
 
     def sample(
-        self, last_token: Array, hidden: Array, token: Array, logprob: Array, rows: Sequence[np.ndarray]
+        self,
+        last_token: Array,
+        hidden: Array,
+        token: Array,
+        logprob: Array,
+        rows: Sequence[np.ndarray],
+        allowed: Sequence[np.ndarray] | None = None,
     ) -> tuple[Array, Array, TopTokens, Array]:
         """(token, logprob, top, last_token) after a step of `hidden` [ranks, S, D], token and logprob [ranks, S].
 
-        rows: int32 [columns, S] of each rank. last_token is donated. Returns at once.
+        rows: int32 [columns, S] of each rank. allowed: int32 [S, 1, words] of each, of `allowed_ids`; sequences that
+        are not drawn here do not look at theirs. last_token is donated. Returns at once.
         """
-        executable = self.compiled("sample", hidden.shape[1], hidden.dtype)
-        packed = self._place(np.stack(rows))
-        *results, last_token, self.state = executable(self.head, last_token, self.state, hidden, token, logprob, packed)
+        executable = self.compiled("sample", hidden.shape[1], hidden.dtype, allowed is not None)
+        given = [self._place(np.stack(own)) for own in (rows, allowed) if own is not None]
+        *results, last_token, self.state = executable(self.head, last_token, self.state, hidden, token, logprob, *given)
         token, logprob, top = results
         return token, logprob, top, last_token
 
@@ -132,17 +144,17 @@ class SamplingPrograms:
     def _over_ranks(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((self.plan.world * shape[0], *shape[1:]), dtype, sharding=self._ranks)
 
-    def lower(self, name: str, count: int = 0, dtype: Any = None) -> Any:
+    def lower(self, name: str, count: int = 0, dtype: Any = None, masked: bool = False) -> Any:
         """As `compiled`, but not compiled yet."""
         ranks, last_token, over = self._ranks.spec, self._last_token.sharding.spec, self._over_ranks
         if name == "begin":
             given = jax.tree.map(lambda leaf: over((1, *leaf.shape), leaf.dtype), self._slot)
             written = jax.shard_map(begin, mesh=self.mesh, in_specs=ranks, out_specs=ranks, check_vma=False)
-            return jax.jit(written, donate_argnums=0).lower(self._wanted, over((1,), jnp.int32), given)
+            return jax.jit(written, donate_argnums=0).lower(self.abstract_state, over((1,), jnp.int32), given)
         body = jax.shard_map(
             sample,
             mesh=self.mesh,
-            in_specs=(self._spec, last_token, *[ranks] * 5),
+            in_specs=(self._spec, last_token, *[ranks] * (6 if masked else 5)),
             out_specs=(ranks, ranks, ranks, last_token, ranks),
             check_vma=False,  # specs of weights and state leave out axes of size 1, the ranks' do not
         )
@@ -150,11 +162,12 @@ class SamplingPrograms:
         return jax.jit(body, donate_argnums=(1, 2)).lower(
             head,
             self._last_token,
-            self._wanted,
+            self.abstract_state,
             over((1, count, self.head.shape[1]), dtype),
             over((1, count), jnp.int32),
             over((1, count), jnp.float32),
             over((1, len(COLUMNS), count), jnp.int32),
+            *([over((1, count, 1, mask_words(len(self.head))), jnp.int32)] if masked else []),
         )
 
 
@@ -168,12 +181,19 @@ def begin(state: SlotState, slot: Array, given: SlotState) -> SlotState:
 
 
 def sample(
-    head: Array, last_token: Array, state: SlotState, hidden: Array, token: Array, logprob: Array, rows: Array
+    head: Array,
+    last_token: Array,
+    state: SlotState,
+    hidden: Array,
+    token: Array,
+    logprob: Array,
+    rows: Array,
+    allowed: Array | None = None,
 ) -> tuple[Array, Array, TopTokens, Array, SlotState]:
     """Of S sequences: the tokens that were chosen to be drawn here, their log-probabilities under the raw logits, and
-    the slots after them. hidden [1, S, D], token int32 [1, S], logprob fp32 [1, S], rows int32 [1, columns, S]."""
-    columns: dict[str, Array] = dict(zip(COLUMNS, rows[0]))
-    columns |= {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOATS}
+    the slots after them. hidden [1, S, D], token int32 [1, S], logprob fp32 [1, S], rows int32 [1, columns, S], allowed
+    int32 [1, S, 1, words]."""
+    columns = unpacked(COLUMNS, rows[0])
     chosen, slot, has_state = columns["chosen"] > 0, columns["slot"], columns["has_state"] > 0
     logits = head_logits(head, hidden[0])
     sampling = RowSampling(
@@ -187,15 +207,13 @@ def sample(
         marks=jnp.where(has_state[:, None], own.marks, 0),
         bias=jnp.where(has_state[:, None], own.bias, 0.0),
         banned=jnp.where(has_state[:, None], endings(own.words, own.recent), NO_ID),
+        allowed=None if allowed is None else allowed_ids(allowed[0, :, 0], logits.shape[1]),
     )
     drawn = draw(processed, sampling.temperature, sampling.seed_low, sampling.seed_high, sampling.index)
     drawn = jnp.where(sampling.forced >= 0, sampling.forced, drawn)
     token = jnp.where(chosen, drawn, token[0])
     logprob = jnp.where(chosen, logprob_of(logits, token), logprob[0])
-    likeliest = partial(top_logprobs, logits, min(TOP, logits.shape[1]))
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(likeliest))
-    ids, logprobs = lax.cond(jnp.any(columns["top"] > 0), likeliest, lambda: nothing)
-    top = TopTokens(rank_of(logits, token), ids, logprobs)
+    top = top_tokens(logits, token, jnp.any(columns["top"] > 0))
     sampled = (columns["sample"] > 0) & chosen
     last_token = last_token.at[jnp.where(sampled, slot, len(last_token))].set(token, mode="drop")
     kept = jnp.where(sampled & has_state, slot, len(last_token))
@@ -206,3 +224,28 @@ def sample(
     )
     token, logprob, top = jax.tree.map(lambda leaf: leaf[None], (token, logprob, top))
     return token, logprob, top, last_token, state
+
+
+def unpacked(names: Sequence[str], rows: Array) -> dict[str, Array]:
+    """int32 [names, S] as arrays [S] by name, floats from their bits."""
+    columns: dict[str, Array] = dict(zip(names, rows))
+    return columns | {n: lax.bitcast_convert_type(columns[n], jnp.float32) for n in names if n in FLOATS}
+
+
+def top_tokens(logits: Array, token: Array, asked: Array) -> TopTokens:
+    """Of raw logits fp32 [N, V] and the tokens int32 [N]; the likeliest ids only if `asked`, bool []."""
+    likeliest = partial(top_logprobs, logits, min(TOP, logits.shape[1]))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(likeliest))
+    return TopTokens(rank_of(logits, token), *lax.cond(asked, likeliest, lambda: nothing))
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask over so many ids."""
+    return -(-vocab_size // MASK_BITS)
+
+
+def allowed_ids(words: Array, vocab_size: int) -> Array:
+    """bool [N, V] from masks int32 [N, words]: bit i of word w is id 32 w + i."""
+    ids = jnp.arange(vocab_size, dtype=jnp.uint32)
+    own = lax.bitcast_convert_type(words, jnp.uint32)[:, ids // MASK_BITS]
+    return (own >> (ids % MASK_BITS)) & 1 != 0

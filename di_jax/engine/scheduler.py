@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from di_jax.engine.batch import Batch, DecodeBatch, DecodePart, Work, work_of
 from di_jax.engine.block_manager import BlockManager
-from di_jax.engine.chunking import cut, share_tokens
+from di_jax.engine.chunking import cut, gets_tokens, share_tokens
 from di_jax.engine.data_rank import DataRank
 from di_jax.engine.preemption import choose_victim
 from di_jax.engine.prefix_cache import hit_limit
@@ -66,7 +67,7 @@ class Scheduler:
         self.chores = Chores()
         self._followers: dict[Sequence, list[Sequence]] = {}  # of a leader whose prompt is under way
         self._retired: deque[tuple[int, DataRank, Holding]] = deque()  # until a step is complete
-        self._launched = self._complete = 0
+        self._launched = self._complete = self._prefills = 0
 
     # -- state
 
@@ -225,39 +226,50 @@ class Scheduler:
             whole = max((rows for rows in buckets if rows <= tokens), default=0)
             rows = next(rows for rows in buckets if rows >= min(budget, max(self.block_size, whole)))
             budget = min(budget, rows)
-        self._take_in(now, budget)
+        turn, self._prefills = self._prefills, self._prefills + 1
+        self._take_in(now, budget, turn)
         work: list[Work] = []
         for rank in self.ranks:
-            prompts = sorted(rank.prompts, key=lambda s: s.arrival)
-            shares = share_tokens([s.remaining_prompt for s in prompts], budget, self.block_size)
+            prompts = _oldest_first(rank.prompts)
+            shares = share_tokens([s.remaining_prompt for s in prompts], budget, self.block_size, turn)
             room = _Room(self.ladder, rows, budget, self.limits.max_sum_context)
             for sequence, share in zip(prompts, shares, strict=True):
                 if share and room.holds(sequence):
                     work += self._chunk(rank, sequence, room.take(share), room, now)
         return Batch(PREFILL, work)
 
-    def _take_in(self, now: float, budget: int) -> None:
-        """Admits waiting sequences that get tokens of this step, in order; a few may pass one that finds no room."""
-        passed = 0
+    def _take_in(self, now: float, budget: int, turn: int) -> None:
+        """Admits waiting sequences that get tokens of this step, in order; a few may pass one that finds no room.
+
+        Those that take the tokens of others, being shorter, are as few: with prompts of ever falling length a step
+        would take in the whole queue, of which it could run but the end.
+        """
+        passed = displacing = 0
         admitted: list[Sequence] = []
+        remaining = {rank: [s.remaining_prompt for s in _oldest_first(rank.prompts)] for rank in self.ranks}
         for sequence in self.waiting.ordered(now):
-            best: tuple[tuple[int, int, int], DataRank] | None = None
+            best: tuple[tuple[int, int, int], DataRank, int] | None = None
             for rank in self.ranks:
                 if not rank.has_slot:
                     continue
                 chain = rank.chain(sequence)
                 if not rank.can_admit(sequence, chain):
                     continue
-                hit = rank.hit(sequence, chain)
-                others = [s.remaining_prompt for s in rank.prompts]
-                if not share_tokens([*others, len(sequence) - hit.start], budget, self.block_size)[-1]:
+                hit, others = rank.hit(sequence, chain), remaining[rank]
+                tokens = len(sequence) - hit.start
+                if not gets_tokens(others, tokens, budget, self.block_size, turn):
                     continue
                 merit = (hit.length, -sum(others), rank.available)
                 if best is None or merit > best[0]:
-                    best = merit, rank
+                    best = merit, rank, tokens
             if best is not None:
-                self._admit(best[1], sequence)
+                _, rank, tokens = best
+                self._admit(rank, sequence)
                 admitted.append(sequence)
+                displacing += sum(remaining[rank]) >= budget
+                remaining[rank].append(tokens)
+                if displacing == LOOK_AHEAD:
+                    break
                 continue
             passed += 1
             if not _may_pass(passed, sequence, now) or not any(rank.has_slot for rank in self.ranks):
@@ -337,7 +349,8 @@ class Scheduler:
         return not rank.rules.replay or end == sequence.hit.length or end + self.block_size > sequence.goal
 
     def _decode(self, now: float, preempt: bool) -> DecodeBatch | None:
-        """One token of every running sequence. Its tokens are on device; a new block for those that need one."""
+        """One token of every running sequence, and drafts. Its tokens are on device; new blocks for those that need
+        them. Drafts get blocks only where there are some to be had: nobody is preempted for them."""
         for rank in self.ranks:
             for ledger, table in zip(rank.ledgers, rank.tables, strict=True):
                 while True:
@@ -346,6 +359,10 @@ class Scheduler:
                         break
                     if not preempt:
                         return None
+                    if spare := table.unneeded(self.block_size):
+                        for slot in spare:
+                            rank.shrink(ledger.rank, slot)
+                        continue
                     self._preempt(rank, ledger, now)
                 for slot in short:
                     rank.grow(ledger.rank, slot)
@@ -355,14 +372,28 @@ class Scheduler:
                 slots = table.ready()
                 if not len(slots):
                     continue
-                position = table.position[slots]
-                sequences = [table.sequences[slot] for slot in slots.tolist()]
-                parts.append(DecodePart(ledger.rank, table, slots, position, sequences))  # type: ignore[arg-type]
-                crossing = (position + 1) % self.block_size == 0
-                for at in crossing.nonzero()[0].tolist() if self.limits.snapshots else ():
-                    end = int(position[at]) + 1
-                    self.chores.snapshots.append((ledger.rank, int(slots[at]), parts[-1].sequences[at], end))
-        return DecodeBatch(parts)
+                caps = np.zeros(len(slots), np.int32)
+                if table.num_drafts:
+                    caps = table.caps(slots)
+                    for slot in table.short(slots, self.block_size, caps)[: ledger.num_available]:
+                        rank.grow(ledger.rank, slot)
+                    caps = table.within_blocks(slots, caps, self.block_size)
+                sequences: list[Sequence] = [table.sequences[slot] for slot in slots.tolist()]  # type: ignore[misc]
+                position, drafted = table.position[slots], table.drafted[slots]
+                part = DecodePart(ledger.rank, table, slots, position, sequences, caps, drafted)
+                parts.append(part)
+                if self.limits.snapshots:
+                    self._cross(part)
+        return DecodeBatch(parts, num_drafts=self.ladder.drafts)
+
+    def _cross(self, part: DecodePart) -> None:
+        """Snapshots after the step of sequences that cross the end of a block in it, or that may."""
+        first, last = part.position, part.position
+        if part.table.num_drafts:
+            last = first + part.table.ahead[part.slots] + part.caps
+        boundary = (last + 1) // self.block_size * self.block_size
+        for at in (boundary > first).nonzero()[0].tolist():
+            self.chores.snapshots.append((part.rank, int(part.slots[at]), part.sequences[at], int(boundary[at])))
 
     def _preempt(self, rank: DataRank, ledger: BlockManager, now: float) -> None:
         """Sends one sequence that holds blocks of a ledger back to the queue; it will compute its tokens again, but
@@ -377,6 +408,10 @@ class Scheduler:
         victim.num_preemptions += 1
         self.preemptions += 1
         self._wait(victim, now)
+
+
+def _oldest_first(sequences: Iterable[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda sequence: sequence.arrival)
 
 
 def _may_pass(passed: int, sequence: Sequence, now: float) -> bool:

@@ -6,6 +6,7 @@ import enum
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from di_jax.engine.extra_sampling import ExtraSampling
 from di_jax.engine.prefix_cache import BlockKeys, Hit
@@ -79,6 +80,12 @@ class Sequence:
     snapshot: bytes = b""  # key of the window state kept last while it decoded
     waiting_since: float = 0.0
     decode_steps: int = 0
+    drafted: int = 0  # drafts that steps could have verified, those that they did, and those that were accepted
+    verified: int = 0
+    accepted: int = 0
+    confidence_error: float = 0.0  # summed over the verified drafts
+    matcher: Any = None  # `matching.Matcher`: what the answer has to match
+    drafts: list[int] = field(default_factory=list)  # that its next step may verify; only with a matcher
     status: Status = Status.WAITING
     finish_reason: str | None = None  # stop, length or abort
     stop_reason: str | int | None = None
@@ -120,6 +127,14 @@ class Sequence:
     def holding(self, rank: int) -> Holding | None:
         """What it holds on a rank."""
         return next((holding for holding in self.held if holding.rank == rank), None)
+
+    def count_drafts(self, drafted: int, verified: int, accepted: int, error: float) -> None:
+        """A decode step of it is in, of whose drafts so many were verified and accepted."""
+        self.decode_steps += 1
+        self.drafted += drafted
+        self.verified += verified
+        self.accepted += accepted
+        self.confidence_error += error
 
     @property
     def finished(self) -> bool:
@@ -180,18 +195,20 @@ class Request:
     def metrics(self) -> dict[str, float | int | None]:
         """The `metrics` of an output record (cli-contract). Counts and decode_ppl, exp of the mean negative
         log-probability of the emitted tokens, are over all choices; num_cached_tokens is the first choice's, whose
-        prompt the others share; ttft_s counts from arrival and so includes waiting.
+        prompt the others share; confidence_error is the mean over verified drafts of how far the confidence was from
+        the chance of acceptance; ttft_s counts from arrival and so includes waiting.
         """
         logprobs = [p for s in self.sequences for p in s.logprobs]
         now = time.perf_counter() if self.ended is None else self.ended
+        verified = sum(s.verified for s in self.sequences)
         return {
             "num_cached_tokens": self.sequences[0].num_cached_tokens if self.sequences else 0,
             "decode_steps": sum(s.decode_steps for s in self.sequences),
-            "drafted_tokens": 0,
-            "verified_tokens": 0,
-            "accepted_tokens": 0,
+            "drafted_tokens": sum(s.drafted for s in self.sequences),
+            "verified_tokens": verified,
+            "accepted_tokens": sum(s.accepted for s in self.sequences),
             "decode_ppl": perplexity(logprobs),
-            "confidence_error": None,
+            "confidence_error": sum(s.confidence_error for s in self.sequences) / verified if verified else None,
             "ttft_s": None if self.first_token is None else self.first_token - self.arrived,
             "total_s": now - self.arrived,
         }

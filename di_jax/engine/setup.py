@@ -18,14 +18,17 @@ from di_jax.checkpoint.cache import load_or_convert
 from di_jax.checkpoint.host_tables import HostTables
 from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.checkpoint.reader import open_checkpoint
-from di_jax.config import Config, EplbGroup
+from di_jax.config import Config, EplbGroup, SpeculativeGroup
+from di_jax.engine.acceptance import PROBABILISTIC
+from di_jax.engine.compiling import compile_together
 from di_jax.engine.memory_sizing import (
     StepMemory,
     blocks_per_sequence,
     choose_blocks,
     describe,
     fullest_buckets,
-    sampling_memory,
+    in_turn,
+    program_memory,
     step_memory,
 )
 from di_jax.engine.runner import (
@@ -33,22 +36,24 @@ from di_jax.engine.runner import (
     TOKENS,
     TRACE,
     ModelRunner,
-    compile_together,
     parameter_specs,
     trace_step,
 )
 from di_jax.engine.sampling_programs import SamplingPrograms
+from di_jax.engine.speculative_programs import DraftSettings, SpeculativePrograms
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig, check_decoder_replay
+from di_jax.model.dspark import LEAF_PREFIX, DraftModel, abstract_draft, assemble_draft
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.moe import FORCED_RATIO
+from di_jax.model.quantization import CacheFormats
 from di_jax.model.transformer import Transformer, abstract_model, assemble, parameter_paths
 from di_jax.parallel import processes
 from di_jax.parallel.eplb import num_physical_slots
-from di_jax.parallel.mesh import Parallel
+from di_jax.parallel.mesh import DeviceMesh, Parallel
 from di_jax.parallel.replica_choice import forced_slot_factors
 from di_jax.platforms.devices import MemoryRoom, configure_jax, memory_room, require_devices
 from di_jax.tokenizer import Tokenizer
@@ -59,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class EngineParts:
-    """Everything that an engine is built from."""
+    """Everything that an engine is built from. speculative: off where nothing is drafted."""
 
     model_config: ModelConfig
     folder: Path
@@ -68,6 +73,7 @@ class EngineParts:
     ladder: BucketLadder
     layout: CacheLayout
     eplb: EplbGroup = dataclasses.field(default_factory=EplbGroup)
+    speculative: SpeculativeGroup = dataclasses.field(default_factory=partial(SpeculativeGroup, enabled=False))
 
 
 def build_engine_parts(config: Config) -> EngineParts:
@@ -101,16 +107,76 @@ def build_engine_parts(config: Config) -> EngineParts:
     # What is wrong with its keys is said before the minutes that loading may take.
     ladder = build_ladder(config, model_config.engram_look_back)
     kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
-    places = parameter_shardings(abstract_model(model_config, numerics, kernels, parallel), mesh)
-    leaves = load_or_convert(folder, model_config, config.cache.weights_dir, places, parallel)
+    places = parameter_shardings(abstract_model(model_config, numerics, kernels, parallel), parallel.mesh, mesh)
+    settings = draft_settings(config, model_config)
+    if settings is not None:
+        check_draft_tensors(folder, model_config)
+        draft_model = abstract_draft(model_config, numerics, kernels, parallel)
+        places |= parameter_shardings(draft_model, parallel.mesh, mesh, LEAF_PREFIX)
+    weights_dir = config.cache.weights_dir
+    leaves = load_or_convert(folder, model_config, weights_dir, places, parallel, draft=settings is not None)
     host_tables = open_host_tables(folder, model_config, parallel)
-    model = assemble(model_config, numerics, leaves, tables, kernels, parallel, host_tables)
-    layout = CacheLayout(model_config, numerics.formats, 1, config.engine.max_num_seqs)
+    own = {path: leaf for path, leaf in leaves.items() if not path.startswith(LEAF_PREFIX)}
+    model = assemble(model_config, numerics, own, tables, kernels, parallel, host_tables)
+    draft = None if settings is None else assemble_draft(model_config, numerics, leaves, kernels, parallel)
+    layout = cache_layout(model_config, numerics.formats, 1, config.engine.max_num_seqs, settings)
     outputs = TOKENS if config.command != "score" else TRACE if config.score.trace else LOGITS
-    measure = partial(fullest_step, model, mesh, ladder, outputs)
+    drafting = None if draft is None or settings is None else (draft, settings)
+    measure = partial(fullest_step, model, mesh, ladder, outputs, drafting)
     layout = size_caches(config, layout, mesh.local_devices, measure)
-    runner = ModelRunner(model, layout, mesh)
-    return EngineParts(model_config, folder, tokenizer, runner, ladder, layout, config.eplb)
+    runner = ModelRunner(model, layout, mesh, draft, settings)
+    return EngineParts(model_config, folder, tokenizer, runner, ladder, layout, config.eplb, config.drafting)
+
+
+def draft_settings(config: Config, model_config: ModelConfig) -> DraftSettings | None:
+    """How the config drafts; None where nothing is drafted. Raises ConfigError for a model that cannot."""
+    group = config.drafting
+    if not group.enabled:
+        if config.speculative.enabled and config.engine.type == "prompt":
+            logger.info("speculative.enabled: nothing is drafted, as engine.type = prompt ends with the first token")
+        return None
+    if not model_config.num_nextn_predict_layers:
+        raise ConfigError(
+            f"speculative.enabled: true, but the config.json of {config.model.path} announces no draft model "
+            "(num_nextn_predict_layers is 0); set it to false or take a checkpoint with mtp.* tensors"
+        )
+    if group.num_draft_tokens > model_config.dspark_block_size:
+        raise ConfigError(
+            f"speculative.num_draft_tokens: {group.num_draft_tokens} is more than the {model_config.dspark_block_size} "
+            f"drafts (dspark_block_size) of {config.model.path}"
+        )
+    experts, ep = model_config.dspark_n_routed_experts, config.mesh.ep
+    if experts % ep:
+        raise ConfigError(
+            f"mesh.ep: {ep} does not divide the draft's experts, dspark_n_routed_experts = {experts}; give another "
+            "mesh.ep, or set speculative.enabled to false"
+        )
+    return DraftSettings(group.num_draft_tokens, group.way, group.confidence_temperatures)
+
+
+def check_draft_tensors(folder: Path, model_config: ModelConfig) -> None:
+    """Raises ConfigError for a checkpoint without the draft that its config.json announces, and CheckpointError."""
+    with open_checkpoint(folder, model_config) as reader:
+        if not reader.has_draft:
+            raise ConfigError(
+                f"speculative.enabled: true, but {folder} holds no mtp.* tensors, the draft model that its config.json "
+                "announces; set it to false or take a checkpoint with them"
+            )
+
+
+def cache_layout(
+    model_config: ModelConfig, formats: CacheFormats, num_blocks: int, num_slots: int, settings: DraftSettings | None
+) -> CacheLayout:
+    """The caches of a model and, with `settings`, of its draft."""
+    layout = CacheLayout(model_config, formats, num_blocks, num_slots)
+    if settings is None:
+        return layout
+    return dataclasses.replace(
+        layout,
+        draft_stages=model_config.num_nextn_predict_layers,
+        num_drafts=settings.num_drafts,
+        keeps_proposal=settings.way == PROBABILISTIC,
+    )
 
 
 def build_parallel(config: Config, model_config: ModelConfig) -> Parallel:
@@ -148,11 +214,12 @@ def open_host_tables(folder: Path, model_config: ModelConfig, parallel: Parallel
     return tables
 
 
-def parameter_shardings(model: Transformer, mesh: jax.sharding.Mesh) -> dict[str, NamedSharding]:
-    """Where each weight lives, by dotted path."""
-    plan = model.parallel.mesh
+def parameter_shardings(
+    model: nnx.Module, plan: DeviceMesh, mesh: jax.sharding.Mesh, prefix: str = ""
+) -> dict[str, NamedSharding]:
+    """Where each weight lives, by dotted path after `prefix`."""
     return {
-        path: NamedSharding(mesh, plan.spec(leaf.get_metadata()["logical_axes"]))
+        prefix + path: NamedSharding(mesh, plan.spec(leaf.get_metadata()["logical_axes"]))
         for path, leaf in parameter_paths(model).items()
     }
 
@@ -194,6 +261,8 @@ def build_ladder(config: Config, look_back: int = 3) -> BucketLadder:
         cp=config.mesh.cp,
         keep_tokens=engine.replay.keep_tokens if engine.replay.decoder == "compact" else None,
         history=look_back,
+        drafts=config.drafting.num_draft_tokens if config.drafting.enabled else 0,
+        varlen=config.drafting.varlen,
     )
 
 
@@ -222,27 +291,60 @@ def size_caches(
 
 
 def fullest_step(
-    model: Transformer, mesh: jax.sharding.Mesh, ladder: BucketLadder, outputs: str, layout: CacheLayout
+    model: Transformer,
+    mesh: jax.sharding.Mesh,
+    ladder: BucketLadder,
+    outputs: str,
+    drafting: tuple[DraftModel, DraftSettings] | None,
+    layout: CacheLayout,
 ) -> StepMemory:
     """What the step that needs the most memory needs; compiles the candidates, over caches that need not exist.
 
-    outputs: what steps are asked for, as in `ModelRunner.execute`.
+    outputs: what steps are asked for, as in `ModelRunner.execute`. drafting: None where nothing is drafted.
     """
     graph, params = nnx.split(model)
+    draft = None if drafting is None else nnx.split(drafting[0])
+    plan, buckets = model.parallel.mesh, ladder.buckets()
     shapes = [bucket for bucket in fullest_buckets(ladder) if outputs == TOKENS or not bucket.drops_rows]
-    count = len(ladder.buckets())
 
     def compiled(bucket: Bucket) -> StepMemory:
-        traced = trace_step(graph, params, mesh, model.parallel.mesh, layout, bucket, outputs)
-        return step_memory(bucket, traced.lower().compile(), count)
+        traced = trace_step(graph, params, mesh, plan, layout, bucket, outputs, draft)
+        return step_memory(bucket, traced.lower().compile(), len(buckets))
+
+    trees: tuple[Any, Any] = (params, parameter_specs(params, plan))
+    head, spec = (tree["head"]["weight"].get_value() for tree in trees)
+    sampling = SamplingPrograms(mesh, plan, layout, head, spec)
 
     def drawing() -> StepMemory:
-        plan, sequences = model.parallel.mesh, max(bucket.sequences for bucket in ladder.buckets())
-        trees: tuple[Any, Any] = (params, parameter_specs(params, plan))
-        head, spec = (tree["head"]["weight"].get_value() for tree in trees)
-        programs = SamplingPrograms(mesh, plan, layout, head, spec)
-        return sampling_memory(sequences, programs.lower("sample", sequences, model.numerics.dtype).compile())
+        sequences = max(bucket.sequences for bucket in buckets if not bucket.drafts)
+        executable = sampling.lower("sample", sequences, model.numerics.dtype).compile()
+        return program_memory(f"drawing the tokens of {sequences} sequences", executable)
 
     logger.info("compiling the %d fullest steps to see what memory they need", len(shapes))
-    jobs = [partial(compiled, bucket) for bucket in shapes] + ([drawing] if outputs == TOKENS else [])
-    return max(compile_together(jobs), key=lambda step: step.total)
+    jobs: list[Callable[[], StepMemory]] = [partial(compiled, bucket) for bucket in shapes]
+    jobs += [drawing] if outputs == TOKENS else []
+    if drafting is None or draft is None:
+        return max(compile_together(jobs), key=lambda step: step.total)
+
+    both = params, draft[1]
+    specs = tuple(parameter_specs(tree, plan) for tree in both)
+    graphs, dtype = (graph, draft[0]), model.numerics.dtype
+    programs = SpeculativePrograms(mesh, plan, layout, drafting[1], graphs, specs, dtype)
+    verify = next(bucket for bucket in shapes if bucket.drafts)
+
+    def accepting(extra: bool) -> StepMemory:
+        traced = programs.trace_accept(both, sampling.abstract_state, verify.requests, verify.rows, extra)
+        count = len({(bucket.requests, bucket.rows) for bucket in buckets if bucket.drafts})
+        name = f"accepting drafts of {verify.requests} sequences in {verify.rows} rows"
+        return program_memory(name, traced.lower().compile(), count)
+
+    def proposing() -> StepMemory:
+        executable = programs.trace_draft(both, verify.requests).lower().compile()
+        return program_memory(f"drafting for {verify.requests} sequences", executable, len(ladder.decode_rows))
+
+    after: list[Callable[[], StepMemory]] = [partial(accepting, False), partial(accepting, True), proposing]
+    found = compile_together([*jobs, *after])
+    steps, last = found[: len(jobs)], found[len(jobs) :]
+    at = shapes.index(verify)
+    steps[at] = in_turn([steps[at], *last])
+    return max(steps, key=lambda step: step.total)

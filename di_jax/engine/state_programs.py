@@ -28,8 +28,8 @@ from di_jax.parallel.mesh import DeviceMesh
 
 PAIRS = 8  # block copies and slot copies of one launch
 NOTHING = -1  # a slot or block that is none
-# What a fork does not take over: it samples a first token of its own.
-_OWN = ("last_token",)
+# What a fork does not take over: it samples a first token of its own, and drafts what follows that.
+_OWN = ("last_token", "draft_token", "draft_confidence", "draft_logits", "draft_norm")
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -37,7 +37,7 @@ Pairs = Sequence[tuple[int, int]]
 @dataclasses.dataclass(frozen=True)
 class StateCopies:
     """What one rank copies inside its caches, as (source, target) pairs: all pages of blocks, and all of slots but
-    their last token. A target is nobody else's target, nor anybody's source."""
+    their last token and its drafts. A target is nobody else's target, nor anybody's source."""
 
     blocks: Pairs = ()
     slots: Pairs = ()

@@ -29,6 +29,8 @@ class Bucket:
     tables, so the index scan covers context_blocks * block_size positions. cp: ranks that share the rows of a prefill.
     kept_rows: rows that the decoder layers of a prefill run, in tiles of their own; 0 stands for `rows`, when no row is
     dropped. history: ids before each chunk of a prefill, at least as many as the Engram looks back at.
+    drafts: of a decode step that verifies drafts, how many a sequence has at most; each of `requests` sequences then
+    has a row, and the device gives the other rows to the likeliest drafts of all (`engine.allocation`).
     """
 
     decode: bool
@@ -37,9 +39,13 @@ class Bucket:
     cp: int = 1
     kept_rows: int = 0
     history: int = 3
+    drafts: int = 0
+    requests: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kept_rows", self.kept_rows or self.rows)
+        if self.drafts and not (self.decode and 0 < self.requests <= self.rows):
+            raise ValueError(f"{self.rows} rows for {self.requests} sequences with drafts")
 
     @property
     def drops_rows(self) -> bool:
@@ -67,7 +73,7 @@ class Bucket:
 
     @property
     def sequences(self) -> int:
-        return self.tiles
+        return self.requests or self.tiles
 
     def row_cost(self, count: int) -> int:
         """Rows that `count` tokens of one sequence take: whole grains."""
@@ -81,6 +87,19 @@ class Bucket:
     def fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Names and shapes of the packed arrays, in order. All int32; floats and words are stored as their bits."""
         s = self.sequences
+        if self.drafts:
+            return (
+                ("budget", (1,)),  # drafts to verify in all
+                ("cap", (s,)),  # drafts to verify of the sequence at most; -1: nobody
+                ("slot", (s,)),
+                ("origin", (s,)),  # tokens of its prompt: the token at position p is its output p - origin
+                ("capacity", (s,)),  # prompt and max_tokens: no row goes beyond position capacity - 2
+                ("temperature", (s,)),  # fp32 bits
+                ("seed_low", (s,)),
+                ("seed_high", (s,)),
+                ("forced", (s,)),  # FREE_TOKEN or the next id; only with cap 0
+                ("block_table", (s, self.context_blocks)),
+            )
         return (
             ("token", (self.rows,)),
             *self._layout_fields(),
@@ -180,6 +199,8 @@ class BucketLadder:
     cp: int = 1  # ranks that share the rows of a prefill
     kept_rows: tuple[int, ...] = ()  # for each of prefill_rows: `Bucket.kept_rows` of a second shape, 0 for none
     history: int = 3  # as in `Bucket`
+    drafts: int = 0  # of a sequence, that a decode step may verify; 0 without speculation
+    varlen: bool = True  # whether steps may verify fewer
 
     @classmethod
     def derive(
@@ -194,9 +215,12 @@ class BucketLadder:
         cp: int = 1,
         keep_tokens: int | None = None,
         history: int = 3,
+        drafts: int = 0,
+        varlen: bool = True,
     ) -> BucketLadder:
         """Ladders from the limits: prefill rows x4 from 64 a rank, decode rows x4 from 1, context x4 from 16 blocks.
 
+        decode: sequences of a decode step; with drafts each comes in the shapes of `verify_rows`.
         keep_tokens: rows of a prompt's end that the decoder layers run; with it, the larger prefill buckets come in a
         second shape whose decoder layers have an eighth of the rows.
         """
@@ -209,19 +233,28 @@ class BucketLadder:
             cp,
             () if keep_tokens is None else _kept_rows(prefill, cp, keep_tokens),
             history,
+            drafts,
+            varlen,
         )
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Every shape, smallest first."""
         return tuple(
             dataclasses.replace(shape, context_blocks=context)
-            for shapes in ([Bucket(True, rows, 1, history=self.history) for rows in self.decode_rows], self._prefills())
+            for shapes in (self._decodes(), self._prefills())
             for shape in shapes
             for context in self.context_blocks
         )
 
-    def bucket(self, decode: bool, rows: int, context_blocks: int, kept_rows: int = 0) -> Bucket:
-        """The shape of these rows, and of at least so many kept ones; 0: nothing may be dropped."""
+    def bucket(self, decode: bool, rows: int, context_blocks: int, kept_rows: int = 0, requests: int = 0) -> Bucket:
+        """The shape of these rows, and of at least so many kept ones; 0: nothing may be dropped.
+
+        requests: sequences with drafts, of `decode_rows`; the shape then has the next rows up that they come in.
+        """
+        if decode and requests:
+            shapes = self.verify_rows(requests)
+            rows = next((each for each in shapes if each >= rows), shapes[-1])
+            return Bucket(True, rows, context_blocks, history=self.history, drafts=self.drafts, requests=requests)
         if decode:
             return Bucket(True, rows, context_blocks, history=self.history)
         need = kept_rows or rows
@@ -229,6 +262,16 @@ class BucketLadder:
         if shape is None:
             raise ValueError(f"no prefill bucket of {rows} rows, {need} of them kept; there are {self.prefill_rows}")
         return dataclasses.replace(shape, context_blocks=context_blocks)
+
+    def decode_rung(self, sequences: int) -> int:
+        """Of `decode_rows`, the least that holds so many."""
+        return _at_least(self.decode_rows, sequences, "decode rows")
+
+    def verify_rows(self, requests: int) -> tuple[int, ...]:
+        """Rows of the steps of so many sequences with drafts, rising: none verified, one each, half, and all."""
+        most = self.drafts
+        each = {0, min(1, most), (most + 1) // 2, most} if self.varlen else {most}
+        return tuple(requests * (1 + count) for count in sorted(each))
 
     def prefill_row_cost(self, count: int, bucket_rows: int | None = None) -> int:
         """Rows that a chunk of `count` tokens takes in a bucket: whole grains."""
@@ -243,7 +286,7 @@ class BucketLadder:
         """
         context = _at_least(self.context_blocks, context_blocks, "context blocks")
         if decode:
-            return self.bucket(True, _at_least(self.decode_rows, len(counts), "decode rows"), context)
+            return self.bucket(True, self.decode_rung(len(counts)), context)
         for shape in self._prefills():
             enough = not shape.drops_rows if kept is None else shape.kept.fits_rows(kept)
             if enough and len(counts) <= shape.sequences and shape.fits_rows(counts):
@@ -251,6 +294,14 @@ class BucketLadder:
         raise ValueError(
             f"no prefill bucket holds chunks of {list(counts)} tokens; the largest has {self.prefill_rows[-1]} rows"
         )
+
+    def _decodes(self) -> Iterator[Bucket]:
+        """The decode shapes, smallest first, at one block of context."""
+        for requests in self.decode_rows:
+            if not self.drafts:
+                yield Bucket(True, requests, 1, history=self.history)
+            for rows in self.verify_rows(requests) if self.drafts else ():
+                yield self.bucket(True, rows, 1, requests=requests)
 
     def _prefills(self) -> Iterator[Bucket]:
         """The prefill shapes, smallest first, at one block of context."""

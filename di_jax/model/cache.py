@@ -32,6 +32,10 @@ class EngineState:
     engram_history: Array  # int32 [slots, engram_history] compressed ids by position, -1 = dead
     last_token: Array  # int32 [slots] last sampled token
     length: Array  # int32 [slots] tokens in the caches
+    draft_token: Any  # int32 [slots, drafts] that follow last_token, -1 = none; until the next step verifies them
+    draft_confidence: Any  # fp32 [slots, drafts] chance of each, given that all before it are accepted
+    draft_logits: Any  # bf16 [slots, drafts, V] and
+    draft_norm: Any  # fp32 [slots, drafts] what they were drawn from (`engine.acceptance.Proposal`)
 
     def replace(self, **changes: Array) -> EngineState:
         return dataclasses.replace(self, **changes)
@@ -42,7 +46,8 @@ class CacheLayout:
     """Sizes and addresses of the caches of one rank; every device of a mesh has its own.
 
     draft_stages: window rings beyond those of the backbone's layers, for the draft's stages as if they were its
-    layers L, L+1, ...; 0 without speculation.
+    layers L, L+1, ...; 0 without speculation. num_drafts: drafts that a slot keeps. keeps_proposal: whether it keeps
+    the distributions that they were drawn from too.
     """
 
     config: ModelConfig
@@ -51,6 +56,8 @@ class CacheLayout:
     num_slots: int
     block_size: int = 128
     draft_stages: int = 0
+    num_drafts: int = 0
+    keeps_proposal: bool = True
 
     @cached_property
     def entries_per_block(self) -> tuple[int, ...]:
@@ -84,7 +91,8 @@ class CacheLayout:
         """The state as ShapeDtypeStructs."""
         c, f = self.config, self.formats
         shape: Any = jax.ShapeDtypeStruct
-        pages = (self.num_blocks, self.rows_per_block)
+        proposal = self.num_drafts and self.keeps_proposal
+        pages, drafts = (self.num_blocks, self.rows_per_block), (self.num_slots, self.num_drafts)
         return EngineState(
             compressed=shape((*pages, f.compressed.record(c.head_dim)), f.compressed.dtype),
             index=shape((*pages, f.index.record(c.index_head_dim)), f.index.dtype),
@@ -97,6 +105,10 @@ class CacheLayout:
             engram_history=shape((self.num_slots, c.engram_history), jnp.dtype(jnp.int32)),
             last_token=shape((self.num_slots,), jnp.dtype(jnp.int32)),
             length=shape((self.num_slots,), jnp.dtype(jnp.int32)),
+            draft_token=shape(drafts, jnp.dtype(jnp.int32)) if self.num_drafts else None,
+            draft_confidence=shape(drafts, jnp.dtype(jnp.float32)) if self.num_drafts else None,
+            draft_logits=shape((*drafts, c.vocab_size), jnp.dtype(jnp.bfloat16)) if proposal else None,
+            draft_norm=shape(drafts, jnp.dtype(jnp.float32)) if proposal else None,
         )
 
     @staticmethod
@@ -110,6 +122,10 @@ class CacheLayout:
             "engram_history": ("slots", None),
             "last_token": ("slots",),
             "length": ("slots",),
+            "draft_token": ("slots", None),
+            "draft_confidence": ("slots", None),
+            "draft_logits": ("slots", None, None),
+            "draft_norm": ("slots", None),
         }
 
     def allocate(self) -> EngineState:
@@ -121,6 +137,8 @@ class CacheLayout:
         axes = self.logical_axes()
 
         def whole(name: str, local: Any) -> Any:
+            if local is None:
+                return None
             shape = tuple(n * (plan.world if a in ("blocks", "slots") else 1) for n, a in zip(local.shape, axes[name]))
             return jax.ShapeDtypeStruct(shape, local.dtype, sharding=NamedSharding(mesh, plan.spec(axes[name])))
 
@@ -138,6 +156,6 @@ class CacheLayout:
     @property
     def bytes_per_slot(self) -> float:
         """Bytes of per-sequence state."""
-        state = self.abstract()
-        rings = (state.window, state.compressor, state.engram_history, state.last_token, state.length)
-        return sum(a.size * a.dtype.itemsize for a in rings) / self.num_slots
+        axes, state = self.logical_axes(), self.abstract()
+        own = [getattr(state, name) for name in axes if "slots" in axes[name]]
+        return sum(a.size * a.dtype.itemsize for a in own if a is not None) / self.num_slots

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from di_jax.model.linear import Linear, Numerics, RMSNorm
 from di_jax.model.rope import rotate, rotation
 from di_jax.model.rows import Rows
 from di_jax.model.transformer import Embedding, Layers, Transformer, fill
-from di_jax.parallel.mesh import ONE_DEVICE
+from di_jax.parallel.mesh import ONE_DEVICE, Parallel
 from kernels_pallas.choice import KernelChoice
 from kernels_pallas.compress_store import api as compress_store
 from kernels_pallas.hyper_connections import api as hyper_connections
@@ -38,8 +39,8 @@ LEAF_PREFIX = "draft."
 # A sigmoid beyond +-60 is 0 or 1 in fp32, and a tiny temperature must not make it NaN (dspark 1.5).
 MAX_LOGIT = 60.0
 
-# (logits fp32 [R, V], number of the draft int32 [], 0-based) -> the drafts int32 [R].
-Choose = Callable[[Array, Array], Array]
+# (logits fp32 [R, V], number of the draft int32 [], 0-based) -> drafts int32 [R], and what to keep of them [R, ...].
+Choose = Callable[[Array, Array], tuple[Array, Any]]
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -54,11 +55,12 @@ class DraftContext:
 @partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class DraftBlock:
-    """What a block predicts. Index k stands for position start + k + 1."""
+    """What a block predicts. Index k stands for position start + k + 1; B drafts, or as many as were asked for."""
 
     token: Array  # int32 [R, B] drafts
     logits: Array  # fp32 [R, B, V] with the Markov bias, never rounded: the drafts are drawn from them
     score: Array  # fp32 [R, B] raw confidence: its sigmoid is P(draft k is accepted, given that all before it are)
+    kept: Any = None  # [R, B, ...] what `Choose` gave beside each draft
 
 
 class MarkovHead(nnx.Module):
@@ -100,18 +102,28 @@ class ConfidenceHead(nnx.Module):
 class DraftModel(nnx.Module):
     """The draft's own weights, stages stacked [M]. Paths: `checkpoint.mapping`, below `draft.`.
 
-    Raises ModelConfigError when the config has no draft, or one that cannot be built.
+    parallel: of the target. The draft's experts are spread over the same ranks, without copies and without balancing.
+    Raises ModelConfigError when the config has no draft, or one that cannot be built, and ConfigError when its experts
+    do not divide among the ranks.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, kernels: KernelChoice | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        kernels: KernelChoice | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
         check_draft(config)
+        parallel = draft_parallel(parallel or ONE_DEVICE)
+        parallel.mesh.check_experts(config.dspark_n_routed_experts, 0, "dspark_n_routed_experts")
         c = self.config = config
         self.numerics = numerics
         self.kernels = kernels = kernels or KernelChoice()
         dim, taps = c.hidden_size, len(c.dspark_target_layer_ids) * c.hidden_size
         self.main_proj = Linear(c, numerics, (), dim, taps, storage="fp8", axes=(None, None))
         self.main_norm = RMSNorm(c, numerics, (), dim)
-        self.stages = Layers(c.draft_config, numerics, kernels, ONE_DEVICE)
+        self.stages = Layers(c.draft_config, numerics, kernels, parallel)
         self.norm = RMSNorm(c, numerics, (), dim)
         self.markov_head = MarkovHead(c, numerics)
         self.confidence_head = ConfidenceHead(c, numerics)
@@ -126,13 +138,19 @@ class DraftModel(nnx.Module):
         return jnp.stack([self.stages.attn.window_kv(stage, main, cos_sin) for stage in stages])
 
     def store_context(self, taps: Array, rows: Rows, state: EngineState, layout: CacheLayout) -> EngineState:
-        """Stores the context KV of a step's rows. Raises ValueError when the layout has no rings for the stages."""
+        """Stores the context KV of a step's rows, those that the taps are of; context ranks store what all computed.
+
+        Raises ValueError when the layout has no rings for the stages.
+        """
         self._check_layout(layout)
         window = state.window
-        for stage, kv in enumerate(self.context_kv(taps, rows.position)):
+        every = rows.gathered(jnp.moveaxis(self.context_kv(taps, rows.position), 0, 1))
+        for stage in range(every.shape[1]):
             ring = layout.config.num_hidden_layers + stage
             implementation = self.kernels.of(compress_store.OPERATION)
-            window = compress_store.store_window(window, ring, kv, rows, layout, implementation=implementation)
+            window = compress_store.store_window(
+                window, ring, every[:, stage], rows.stored, layout, implementation=implementation
+            )
         return state.replace(window=window)
 
     def context(self, slot: Array, start: Array, state: EngineState, layout: CacheLayout) -> DraftContext:
@@ -227,27 +245,31 @@ class DraftModel(nnx.Module):
         *,
         choose: Choose | None = None,
         valid: Array | None = None,
+        count: int | None = None,
     ) -> DraftBlock:
         """The drafts that follow `anchor` int32 [R] at position `start` int32 [R].
 
         choose: how a draft is drawn from its logits, None for greedy (the lowest id on ties); it may sample, or return
         given ids (teacher forcing). Only the choice is sequential: the stages and the head run once for all rows.
+        count: the first so many drafts alone, by default all; the stages run the whole block anyway.
         """
-        hidden = self.hidden(target, anchor, start, context, valid)
+        count = self.config.draft_block if count is None else count
+        hidden = self.hidden(target, anchor, start, context, valid)[:, :count]
         base = self.base_logits(target, hidden)
         choose = choose or greedy
 
-        def draw(previous: Array, x: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
+        def draw(previous: Array, x: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array, Array, Any]]:
             base, number = x
             embedded = self.markov_head.embedding(previous)
             logits = base + self.markov_head.bias(embedded)
-            token = choose(logits, number).astype(previous.dtype)
-            return token, (token, logits, embedded)
+            token, kept = choose(logits, number)
+            token = token.astype(previous.dtype)
+            return token, (token, logits, embedded, kept)
 
-        numbers = jnp.arange(self.config.draft_block, dtype=jnp.int32)
+        numbers = jnp.arange(count, dtype=jnp.int32)
         _, drawn = lax.scan(draw, anchor, (jnp.moveaxis(base, 1, 0), numbers))
-        token, logits, embedded = (jnp.moveaxis(a, 0, 1) for a in drawn)
-        return DraftBlock(token, logits, self.confidence_head(hidden, embedded))
+        token, logits, embedded, kept = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), drawn)
+        return DraftBlock(token, logits, self.confidence_head(hidden, embedded), kept)
 
 
 def visible_keys(context: Array, block: int) -> Array:
@@ -259,9 +281,14 @@ def visible_keys(context: Array, block: int) -> Array:
     return jnp.broadcast_to(seen[:, None], (context.shape[0], block, seen.shape[1]))
 
 
-def greedy(logits: Array, number: Array) -> Array:
+def draft_parallel(parallel: Parallel) -> Parallel:
+    """What the draft's modules know of the target's mesh: routed by score, every expert once."""
+    return dataclasses.replace(parallel, extra_experts=0, balanced=False, force="none")
+
+
+def greedy(logits: Array, number: Array) -> tuple[Array, None]:
     """The most likely token, the lowest id on ties: `Choose` for temperature 0."""
-    return jnp.argmax(logits, axis=-1)
+    return jnp.argmax(logits, axis=-1), None
 
 
 def confidence(score: Array, temperatures: Array | None = None) -> Array:
@@ -308,18 +335,27 @@ def check_draft(config: ModelConfig) -> None:
             raise ModelConfigError(f"config.json: {field} {why}")
 
 
-def abstract_draft(config: ModelConfig, numerics: Numerics, kernels: KernelChoice | None = None) -> DraftModel:
-    """The draft with ShapeDtypeStructs for weights. Raises ModelConfigError."""
-    return nnx.eval_shape(lambda: DraftModel(config, numerics, kernels))
+def abstract_draft(
+    config: ModelConfig,
+    numerics: Numerics,
+    kernels: KernelChoice | None = None,
+    parallel: Parallel | None = None,
+) -> DraftModel:
+    """The draft with ShapeDtypeStructs for weights: global shapes. Raises ModelConfigError and ConfigError."""
+    return nnx.eval_shape(lambda: DraftModel(config, numerics, kernels, parallel))
 
 
 def assemble_draft(
-    config: ModelConfig, numerics: Numerics, leaves: Mapping[str, Array], kernels: KernelChoice | None = None
+    config: ModelConfig,
+    numerics: Numerics,
+    leaves: Mapping[str, Array],
+    kernels: KernelChoice | None = None,
+    parallel: Parallel | None = None,
 ) -> DraftModel:
     """The draft around the `draft.*` among `leaves`; others are the target's and left alone.
 
-    Raises ModelConfigError, and ValueError when a leaf is missing, unknown or of another shape.
+    Raises ModelConfigError and ConfigError, and ValueError when a leaf is missing, unknown or of another shape.
     """
-    model = abstract_draft(config, numerics, kernels)
+    model = abstract_draft(config, numerics, kernels, parallel)
     own = {path.removeprefix(LEAF_PREFIX): leaf for path, leaf in leaves.items() if path.startswith(LEAF_PREFIX)}
     return nnx.merge(nnx.graphdef(model), fill(model, own))

@@ -67,6 +67,8 @@ def place_state(layout: CacheLayout, plan: DeviceMesh) -> list[PlacedArray]:
     arrays = []
     for name, axes in layout.logical_axes().items():
         own = getattr(layout.abstract(), name)
+        if own is None:
+            continue
         whole = tuple(n * (plan.world if axis in _OWN else 1) for n, axis in zip(own.shape, axes))
         arrays.append(place(f"state.{name}", jax.ShapeDtypeStruct(whole, own.dtype), axes, plan))
     return arrays

@@ -32,9 +32,11 @@ def configure_jax(config: Config) -> None:
     if config.mesh.simulate_devices:
         simulate_devices(config.mesh.simulate_devices)
     elif (name := config.platform.name) not in (None, "auto"):
-        # Callbacks get their arguments on a CPU device, also from a GPU. The first name stays the default.
+        # Callbacks get their arguments on a CPU device, also from a TPU. The first name stays the default.
         calls_host = config.model.engram_placement == "host" and name != "cpu"
-        jax.config.update("jax_platforms", f"{name},cpu" if calls_host else name)
+        names = f"{name},cpu" if calls_host else name
+        # To jax "gpu" means cuda and rocm, and it fails where either is not installed: it is to find what there is.
+        jax.config.update("jax_platforms", "" if name == "gpu" else names)
     if config.cache.compile_dir is not None:
         folder = Path(os.path.expanduser(config.cache.compile_dir))
         try:
@@ -66,6 +68,8 @@ def require_devices(config: Config) -> list[jax.Device]:
         present = jax.devices()
     except RuntimeError as error:
         raise ConfigError(_no_backend(config.platform.name, error)) from error
+    if config.platform.name == "gpu" and present[0].platform != "gpu" and not config.mesh.simulate_devices:
+        raise ConfigError(_no_backend("gpu", RuntimeError(f"jax found {present[0].platform}")))
     wanted = config.mesh.simulate_devices
     if wanted and (present[0].platform != "cpu" or jax.local_device_count() < wanted):
         raise ConfigError(

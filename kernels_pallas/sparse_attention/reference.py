@@ -86,7 +86,10 @@ def sparse_attention(
         row = layout.entry_row(source, rows.block_table[sequence], jnp.maximum(entry, 0).reshape(-1))
         assert pool is not None
         far = formats.compressed.decode(pool[row]).astype(dtype).reshape(tile, top_k, dim)
-        return attend(q, keys, near, far, entry >= 0, sink, scale)
+        # What is read for no entry may be another sequence's, in a block that was given anew: the same.
+        exists = entry >= 0
+        far = jnp.where(exists[..., None], far, 0)
+        return attend(q, keys, near, far, exists, sink, scale)
 
     def tiled(x: Array) -> Array:
         return x.reshape(rows.num_tiles, tile, *x.shape[1:])

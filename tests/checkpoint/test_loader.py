@@ -15,13 +15,15 @@ import pytest
 from checkpoint_files import Parts, decoded, weights
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from di_jax.checkpoint.cache import load_or_convert
 from di_jax.checkpoint.errors import CheckpointError
 from di_jax.checkpoint.loader import load_leaves, plan_slabs
 from di_jax.checkpoint.mapping import all_sources, leaf_specs
 from di_jax.checkpoint.reader import CheckpointReader, open_checkpoint
 from di_jax.checkpoint.writer import write_checkpoint
+from di_jax.parallel.mesh import DeviceMesh, Parallel
 
 
 def assert_equal_to_file(leaves: dict[str, jax.Array], reader: CheckpointReader) -> None:
@@ -184,6 +186,29 @@ def test_sharded_over_four_devices(tiny: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
+
+
+def test_the_draft_on_a_mesh(tiny: Path, tmp_path: Path) -> None:
+    """Its experts spread over the expert ranks, the rest replicated: each shard is the file's, also from the cache."""
+    plan = DeviceMesh(dp=4, cp=2, ep=4)
+    mesh = plan.build()
+    with open_checkpoint(tiny) as reader:
+        specs, config = leaf_specs(reader.config, draft=True), reader.config
+        stacked = plan.spec(("layers", "expert", None, None))
+        places = {p: NamedSharding(mesh, stacked if ".ffn.experts." in p else PartitionSpec()) for p in specs}
+        mine = [path for path in specs if path.startswith("draft.")]
+        whole = load_leaves(reader, config, None, draft=True, only=mine)
+        assert list(whole) == mine
+        spread = load_leaves(reader, config, places, draft=True, only=mine, slab_bytes=3_000)
+        for again in (False, True):
+            cached = load_or_convert(tiny, config, tmp_path, places, Parallel(plan), draft=True)
+            assert cached.keys() == specs.keys(), again
+            for path, one in whole.items():
+                for array in (spread[path], cached[path]):
+                    assert array.sharding == places[path]
+                    assert np.asarray(array).tobytes() == np.asarray(one).tobytes()
+        experts = spread["draft.stages.ffn.experts.w1.weight"]
+        assert {shard.data.shape[:2] for shard in experts.addressable_shards} == {(2, 2)}, "eight experts, four owners"
 
 
 def test_config_of_another_model_is_refused(tiny: Path) -> None:

@@ -7,11 +7,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_files import Parts
 
 from di_jax.checkpoint import cache
 from di_jax.checkpoint.cache import load_or_convert
@@ -36,18 +38,19 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+class Start(Protocol):
+    def __call__(self, *, draft: bool = False) -> dict[str, bytes]: ...
+
+
 @pytest.fixture
-def start(copy: Path, tmp_path: Path) -> Callable[[], dict[str, bytes]]:
+def start(copy: Path, tmp_path: Path) -> Start:
     """start(): loads through the cache in tmp_path/cache; bytes of every leaf."""
 
-    def run() -> dict[str, bytes]:
-        leaves = load_or_convert(copy, ModelConfig.from_file(copy), tmp_path / "cache", None)
+    def run(*, draft: bool = False) -> dict[str, bytes]:
+        leaves = load_or_convert(copy, ModelConfig.from_file(copy), tmp_path / "cache", None, draft=draft)
         return {path: np.asarray(array).tobytes() for path, array in leaves.items()}
 
     return run
-
-
-Start = Callable[[], dict[str, bytes]]
 
 
 def entries(tmp_path: Path) -> list[Path]:
@@ -61,6 +64,66 @@ def test_second_start_skips_conversion(start: Start, reads: list[str], tmp_path:
     assert start() == first
     assert reads == []
     assert [path.name[:8] for path in entries(tmp_path)] == ["weights-"]
+
+
+def test_runs_with_drafts_and_without_share_the_backbone(start: Start, reads: list[str], tmp_path: Path) -> None:
+    """The draft has an entry of its own, whichever run is first: no entry is invalidated by the other kind."""
+    without = start()
+    (backbone,) = entries(tmp_path)
+    made = {file: file.stat().st_mtime_ns for file in backbone.rglob("*")}
+    reads.clear()
+    both = start(draft=True)
+    assert reads and all(name.startswith("mtp.") for name in reads) and len(set(reads)) == 163
+    assert {path: both[path] for path in without} == without
+    assert {path.split(".")[0] for path in both.keys() - without.keys()} == {"draft"}
+    assert len(entries(tmp_path)) == 2
+    reads.clear()
+    assert start(draft=True) == both and start() == without
+    assert reads == [] and len(entries(tmp_path)) == 2
+    assert {file: file.stat().st_mtime_ns for file in backbone.rglob("*")} == made
+    shutil.rmtree(tmp_path / "cache")
+    assert start(draft=True) == both  # the other order
+    reads.clear()
+    assert start() == without
+    assert reads == [] and backbone in entries(tmp_path)
+
+
+def test_a_damaged_draft_costs_the_draft_alone(start: Start, reads: list[str], tmp_path: Path) -> None:
+    start()
+    (backbone,) = entries(tmp_path)
+    both = start(draft=True)
+    (drafts,) = set(entries(tmp_path)) - {backbone}
+    flip_a_byte(drafts)
+    reads.clear()
+    assert start(draft=True) == both
+    assert reads and all(name.startswith("mtp.") for name in reads)
+
+
+def test_the_draft_is_the_same_whatever_the_backbones_mesh(copy: Path, reads: list[str], tmp_path: Path) -> None:
+    """Redundant expert slots are the backbone's alone: another number of them leaves the draft's entry."""
+    config = ModelConfig.from_file(copy)
+    for slots in (4, 8):
+        parallel = Parallel(DeviceMesh(dp=4, ep=4), extra_experts=slots, balanced=True)
+        reads.clear()
+        load_or_convert(copy, config, tmp_path / "cache", None, parallel, draft=True)
+        assert any(name.startswith("mtp.") for name in reads) == (slots == 4)
+        assert any(name.startswith("layers.") for name in reads)
+    assert len(entries(tmp_path)) == 3
+
+
+def test_a_checkpoint_without_the_draft_it_announces(
+    damage: Callable[[Callable[[Parts], None]], Path], tmp_path: Path
+) -> None:
+    def change(parts: Parts) -> None:
+        for name in [name for name in parts if name.startswith("mtp.")]:
+            del parts[name]
+
+    bare = damage(change)
+    config = ModelConfig.from_file(bare)
+    for cache_dir in (None, tmp_path / "cache"):
+        assert load_or_convert(bare, config, cache_dir, None)
+        with pytest.raises(CheckpointError, match=rf"{bare}: holds no draft \(mtp\.\* tensors\)"):
+            load_or_convert(bare, config, cache_dir, None, draft=True)
 
 
 def test_stored_dtypes_round_trip(tiny: Path, tmp_path: Path) -> None:

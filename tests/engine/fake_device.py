@@ -6,6 +6,10 @@ of a ring that belongs to another position, a write to a block that can be found
 of a shape that was not warmed up. `FakeModel.hidden` computes the same rows from all tokens at once, without caches.
 
 Steps change the caches when they are launched, in that order, as on a device; their tokens can be read after `host`.
+
+A decode step with drafts is three programs as in `speculative_programs`. Tokens follow from a row, the seed and the
+output index alone (coupled draft and target), so that answers are those without drafts, whatever was drafted. What
+rejected drafts left behind is overwritten with rubbish at once: nobody may read it.
 """
 
 from __future__ import annotations
@@ -13,26 +17,51 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from fake_model import FakeModel, U
 
+from di_jax.engine.allocation import allocate_reference, pack_reference
 from di_jax.engine.block_manager import BlockManager
-from di_jax.engine.runner import StepOutput
+from di_jax.engine.extra_sampling import COLUMNS, NEUTRAL, OF_REQUEST
+from di_jax.engine.matching import MASK_BITS
+from di_jax.engine.sampling_programs import NO_SLOT, TopTokens
+from di_jax.engine.slot_table import SlotTable
+from di_jax.engine.speculative_programs import DRAFT_COLUMNS, Verification
 from di_jax.engine.state_programs import NOTHING, StateCopies
+from di_jax.engine.step_output import DraftOutput, StepOutput
 from di_jax.engine.step_plan import Bucket, StepPlan
+from di_jax.engine.step_profile import StepProfile
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
 from di_jax.parallel.mesh import DeviceMesh, Parallel
 
+TOPS = 4  # likeliest ids that are told
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How the device drafts. right: the chance that a draft is what will be drawn, given that all before it are. ids:
+    that the others come from; None: all. confidence: `random`, some of them 0 and 1, or one number for all."""
+
+    num_drafts: int
+    right: float = 0.7
+    ids: tuple[int, ...] | None = None
+    confidence: str | float = "random"
+
 
 class Caches:
-    """Of one rank. `*_at`: the position that a row of a ring holds, -1 for none."""
+    """Of one rank. `*_at`: the position that a row of a ring holds, -1 for none.
 
-    def __init__(self, config: ModelConfig, layout: CacheLayout) -> None:
+    table: blocks of each slot as its last step had them. drawn_by: (origin, bits of temperature, words of the seed) of
+    each slot. draft_at: the position that the first draft would stand behind, -1 for no drafts.
+    """
+
+    def __init__(self, config: ModelConfig, layout: CacheLayout, num_drafts: int = 0) -> None:
         slots = layout.num_slots
         self.pages = [np.zeros((layout.num_blocks, n), U) for n in layout.entries_per_block]
+        self.ratios = config.kv_source_ratios
         self.window = np.zeros((slots, config.num_hidden_layers, config.window_ring), U)
         self.window_at = np.full(self.window.shape, -1)
         self.pairs = np.zeros((slots, config.compressor_ring), U)
@@ -41,6 +70,11 @@ class Caches:
         self.history_at = np.full(self.history.shape, -1)
         self.length = np.zeros(slots, np.int64)
         self.last_token = np.zeros(slots, np.int64)
+        self.draft_token = np.full((slots, num_drafts), -1)
+        self.draft_confidence = np.zeros((slots, num_drafts), np.float32)
+        self.draft_at = np.full(slots, -1)
+        self.drawn_by = np.zeros((slots, 4), np.int64)
+        self.table = np.zeros((slots, 0), np.int64)
 
     @property
     def of_slots(self) -> list[np.ndarray]:
@@ -54,8 +88,66 @@ class Caches:
             for page in self.pages:
                 page[block] = rng.integers(0, 2**63, page.shape[1], dtype=U)
         for slot in slots:
-            for array in [*self.of_slots, self.last_token]:
+            for array in [*self.of_slots, self.last_token, self.draft_token]:
                 array[slot] = rng.integers(0, 200, array[slot].shape).astype(array.dtype)
+
+    def forget(self, slots: np.ndarray, position: np.ndarray, table: np.ndarray, rng: np.random.Generator) -> None:
+        """Leaves rubbish where rows of rejected drafts were. slots, position: int [n]; table: int [n, blocks]."""
+        for ring, at in ((self.window, self.window_at), (self.pairs, self.pairs_at), (self.history, self.history_at)):
+            row = position % at.shape[-1]
+            assert (at[slots, ..., row] == position.reshape(-1, *[1] * (at.ndim - 2))).all()
+            ring[slots, ..., row] = rng.integers(0, 200, ring[slots, ..., row].shape).astype(ring.dtype)
+            at[slots, ..., row] = -1
+        for page, ratio in zip(self.pages, self.ratios, strict=True):
+            ends = (position + 1) % ratio == 0
+            number, per_block = position[ends] // ratio, page.shape[1]
+            rubbish = rng.integers(0, 2**63, len(number), dtype=U)
+            page[table[ends, number // per_block], number % per_block] = rubbish
+
+    def keep_table(self, slots: Any, table: np.ndarray) -> None:
+        """Blocks of the sequences in some slots, int [n, blocks]."""
+        if table.shape[1] > self.table.shape[1]:
+            self.table = np.pad(self.table, ((0, 0), (0, table.shape[1] - self.table.shape[1])))
+        self.table[slots, : table.shape[1]] = table
+
+
+class Entries(Protocol):
+    """Compressed entries of n rows' sequences."""
+
+    def store(self, source: int, rows: np.ndarray, number: np.ndarray, entry: np.ndarray) -> None:
+        """Entries of some of the rows, by their number in the sequence."""
+
+    def read(self, source: int) -> np.ndarray:
+        """uint64 [n, entries]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Those in the pool. table: blocks of each row's sequence, int [n, blocks]."""
+
+    pages: list[np.ndarray]
+    table: np.ndarray
+
+    def store(self, source: int, rows: np.ndarray, number: np.ndarray, entry: np.ndarray) -> None:
+        per_block = self.pages[source].shape[1]
+        self.pages[source][self.table[rows, number // per_block], number % per_block] = entry
+
+    def read(self, source: int) -> np.ndarray:
+        rows, blocks = self.table.shape
+        return self.pages[source][self.table].reshape(rows, blocks * self.pages[source].shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """A copy of those of each row, uint64 [n, entries]."""
+
+    entries: list[np.ndarray]
+
+    def store(self, source: int, rows: np.ndarray, number: np.ndarray, entry: np.ndarray) -> None:
+        self.entries[source][rows, number] = entry
+
+    def read(self, source: int) -> np.ndarray:
+        return self.entries[source]
 
 
 @dataclasses.dataclass
@@ -67,13 +159,23 @@ class Flight:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Rows of a rank's step that tokens were drawn from, uint64, and which sequences of the step they are."""
+
+    chosen: list[int]
+    h: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class FakeOutput:
-    """Results that come when they are asked for, once and in order."""
+    """Results that come when they are asked for, once and in order. sampled: of each rank, of a step without drafts."""
 
     device: FakeDevice
     flight: Flight
     outputs: list[StepOutput]
     seconds: float
+    sampled: list[Sampled] = dataclasses.field(default_factory=list)
+    draft: list[DraftOutput] | None = None
 
     def host(self) -> list[StepOutput]:
         assert self.device.flights.popleft() is self.flight, "results are asked for out of order"
@@ -81,7 +183,20 @@ class FakeOutput:
         if self.device.fail_host is not None:
             error, self.device.fail_host = self.device.fail_host, None
             raise error
-        return self.outputs
+        if self.draft is None:
+            return self.outputs
+        pairs = zip(self.outputs, self.draft, strict=True)
+        return [dataclasses.replace(output, draft=draft) for output, draft in pairs]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FakeVerification(Verification):
+    """Of each rank: the plan's fields, the rows' hidden states uint64 and the lengths int [R] before the step."""
+
+    flight: Flight
+    bucket: Bucket
+    views: list[dict[str, np.ndarray]]
+    length: list[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +228,23 @@ class DeviceError(Exception):
 class FakeDevice:
     """What `Engine` uses of a `ModelRunner`.
 
-    local_ranks: of a process that hosts a part of the mesh. ledgers: of these, in their order; with them, steps are
-    checked against who holds what. fail_launch, fail_host: an error that the next launch, or the next wait, ends with.
-    spoil: the next step's first log-probability is none. calls: what was launched, the same in every process.
+    local_ranks: of a process that hosts a part of the mesh. ledgers, tables: of these, in their order; with them, steps
+    are checked against who holds what and where the host believes each sequence to be. fail_launch, fail_host: an error
+    that the next launch, or the next wait, ends with; fail_program: of which program, any by default. spoil: the next
+    step's first log-probability is none. calls: what was launched, the same in every process. drafted, verified,
+    accepted: drafts so far. falsified: number of a `draft` whose confidences the host is told wrong.
 
     Below, and in `flights`, a rank is its place among the local ones.
     """
 
     def __init__(
-        self, config: ModelConfig, layout: CacheLayout, plan: DeviceMesh, local_ranks: Sequence[int] | None = None
+        self,
+        config: ModelConfig,
+        layout: CacheLayout,
+        plan: DeviceMesh,
+        local_ranks: Sequence[int] | None = None,
+        drafting: Drafting | None = None,
+        seed: int = 0,
     ) -> None:
         self.model, self.layout, self.plan = FakeModel(config), layout, plan
         self.parallel, self.mesh = Parallel(plan), plan.build()
@@ -131,22 +254,30 @@ class FakeDevice:
         self.calls: list[Any] = []
         self.warm: set[Any] = set()
         self.ledgers: Sequence[BlockManager] = ()
+        self.tables: Sequence[SlotTable] = ()
+        self.drafting, self.rng = drafting, np.random.default_rng(seed)
+        self.profile: StepProfile | None = None
+        self.drafted = self.verified = self.accepted = self.drafts_made = 0
+        self.falsified: int | None = None
         self.flights: deque[Flight] = deque()
         self.fail_launch: Exception | None = None
         self.fail_host: Exception | None = None
+        self.fail_program: str | None = None
         self.spoil = False
         self._due = Flight()  # what was touched before the next step
         self._dirty: list[tuple[set[int], set[int]]] = []
         self._empty()
 
     def _empty(self) -> None:
-        self.state = [Caches(self.model.config, self.layout) for _ in self.local_ranks]
+        drafts = 0 if self.drafting is None else self.drafting.num_drafts
+        self.state = [Caches(self.model.config, self.layout, drafts) for _ in self.local_ranks]
         self._dirty = [(set(), set()) for _ in self.local_ranks]  # blocks and slots used since they were scribbled on
 
     # -- as the engine sees it
 
     def warm_up(self, buckets: Iterable[Bucket]) -> None:
         self.warm.update(buckets)
+        self.warm.update({("draft", bucket.requests) for bucket in self.warm if isinstance(bucket, Bucket)})
 
     def warm_up_programs(self, snapshot_layers: int | None) -> None:
         self.warm.add(("copy", None))
@@ -162,27 +293,260 @@ class FakeDevice:
         self._due = Flight()
         self.resets += 1
 
+    @property
+    def speculates(self) -> bool:
+        return self.drafting is not None
+
     def execute(self, plans: Sequence[StepPlan]) -> FakeOutput:
         bucket = plans[0].bucket
-        assert len(plans) == len(self.local_ranks) and all(plan.bucket == bucket for plan in plans)
-        assert bucket in self.warm, f"{bucket} is compiled while requests run"
-        if self.fail_launch is not None:
-            error, self.fail_launch = self.fail_launch, None
-            raise error
-        self.calls.append(bucket)
-        flight, self._due = self._due, Flight()
-        self.flights.append(flight)
-        views = [bucket.unpack(plan.buffer.copy()) for plan in plans]
+        assert not bucket.drafts
+        flight, views = self._launch("execute", plans)
         self._check_shares(bucket, views)
         run = self._decode if bucket.decode else self._prefill
-        outputs = []
+        outputs, sampled = [], []
         for rank, view in enumerate(views):
-            token, logprob = run(rank, bucket, view)
+            chosen, h = run(rank, bucket, view)
+            token, logprob = self._sample(rank, view, chosen, h)
             if self.spoil and (view["sample"] > 0).any():
                 self.spoil, logprob[0] = False, np.nan
             outputs.append(StepOutput(token, logprob, None, None, None))
+            sampled.append(Sampled(chosen, np.array(h, U)))
         seconds = 2e-3 if bucket.decode else 1e-3 + 2e-5 * bucket.rows
-        return FakeOutput(self, flight, outputs, seconds)
+        return FakeOutput(self, flight, outputs, seconds, sampled)
+
+    def resample(
+        self, output: FakeOutput, rows: Sequence[np.ndarray], allowed: Sequence[np.ndarray] | None = None
+    ) -> FakeOutput:
+        self._program("resample", allowed is not None)
+        assert self.flights[-1] is output.flight
+        outputs = []
+        for rank, (step, own, sampled) in enumerate(zip(output.outputs, rows, output.sampled, strict=True)):
+            view = dict(zip(COLUMNS, own, strict=True))
+            masks = None if allowed is None else self._allowed(allowed[rank][:, 0])
+            chosen = [at for at, s in enumerate(sampled.chosen) if view["chosen"][s]]
+            if masks is not None:
+                free = masks.all(axis=1) | (view["sample"] == 0) | (view["chosen"] > 0)
+                assert free.all(), "a sequence that must match something is not drawn again"
+            which = [sampled.chosen[at] for at in chosen]
+            own_masks = None if masks is None else masks[which]
+            token, logprob = self._sample(rank, view, which, sampled.h[chosen], own_masks)
+            again = np.isin(np.arange(len(token)), which)
+            token = np.where(again, token, step.token)
+            logprob = np.where(again & np.isfinite(step.logprob), logprob, step.logprob)
+            outputs.append(dataclasses.replace(step, token=token, logprob=logprob, top=self._top(token)))
+        return dataclasses.replace(output, outputs=outputs)
+
+    # -- a decode step with drafts
+
+    def verify(self, plans: Sequence[StepPlan]) -> FakeVerification:
+        bucket = plans[0].bucket
+        assert bucket.drafts == self._drafts.num_drafts
+        flight, views = self._launch("verify", plans)
+        hidden, verified, length = zip(*(self._verify(r, bucket, view) for r, view in enumerate(views)), strict=True)
+        of_ranks: Any = hidden, verified, None
+        return FakeVerification(*of_ranks, None, flight=flight, bucket=bucket, views=views, length=list(length))
+
+    def _verify(self, rank: int, bucket: Bucket, view: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        caches, size = self.state[rank], self.layout.block_size
+        given = np.flatnonzero(view["cap"] >= 0)
+        slot = view["slot"].astype(np.int64)
+        assert len(set(slot[given].tolist())) == len(given), "two sequences of a step have one slot"
+        self._touch_slots(rank, slot[given])
+        length, drafts = caches.length[slot], caches.draft_token[slot]
+        live = (view["cap"] >= 0) & (length < view["capacity"] - 1)
+        known = np.cumprod(drafts >= 0, axis=1).sum(axis=1)
+        caps = np.clip(np.minimum(np.minimum(view["cap"], view["capacity"] - length - 2), known), 0, None)
+        caps = np.where(live, caps, -1).astype(np.int32)
+        budget = min(int(view["budget"][0]), bucket.rows - int(live.sum()))
+        verified = allocate_reference(caches.draft_confidence[slot], caps, budget)
+        rows = pack_reference(verified, bucket.rows)
+        request, offset = rows.request[rows.valid], rows.offset[rows.valid]
+        if self.tables:
+            self._check_bounds(self.tables[rank], view, given, length, live, caps, verified)
+        checked = live & (verified > 0)
+        assert (caches.draft_at[slot] == length)[checked].all(), "drafts of another place are verified"
+        drawn_by = self._drawn_by(view, view["origin"])
+        assert (drawn_by == caches.drawn_by[slot])[live].all(), "a sequence is drawn in another way than before"
+        assert (view["cap"][view["forced"] >= 0] <= 0).all(), "drafts of forced tokens"
+        token = np.where(offset == 0, caches.last_token[slot][request], drafts[request, offset - 1])
+        table = view["block_table"].astype(np.int64)
+        position = length[request] + offset
+        assert (position <= view["capacity"][request] - 2).all()
+        caches.keep_table(slot[live], table[live])
+        h = self._rows(rank, slot[request], token, position, table[request])
+        assert (position // size < bucket.context_blocks).all()
+        self.verified += int(np.maximum(verified, 0).sum())
+        return h, verified, length
+
+    def _check_bounds(
+        self,
+        table: SlotTable,
+        view: dict[str, np.ndarray],
+        given: np.ndarray,
+        length: np.ndarray,
+        live: np.ndarray,
+        caps: np.ndarray,
+        verified: np.ndarray,
+    ) -> None:
+        """The host's idea of a step against what it is."""
+        slot = view["slot"][given]
+        low, ahead = table.position[slot], table.ahead[slot]
+        assert ((low <= length[given]) & (length[given] <= low + ahead)).all(), (
+            f"lengths {length[given].tolist()} are not within {low.tolist()} + {ahead.tolist()}"
+        )
+        last = (length + np.maximum(verified, 0))[given][live[given]]
+        assert (last // self.layout.block_size < table.num_blocks[slot][live[given]]).all(), "rows beyond the blocks"
+        if not ahead.any():
+            assert live[given].all() and (caps[given] == view["cap"][given]).all(), "other drafts than the host expects"
+            assert np.maximum(verified, 0).sum() == view["budget"][0], "rows that are left empty"
+
+    def accept(
+        self,
+        verification: FakeVerification,
+        rows: Sequence[np.ndarray] | None = None,
+        allowed: Sequence[np.ndarray] | None = None,
+    ) -> FakeOutput:
+        assert allowed is None or rows is not None
+        v = verification
+        assert self.flights[-1] is v.flight
+        self._program("accept", v.bucket.requests, v.bucket.rows, rows is not None, allowed is not None)
+        outputs = []
+        for rank in range(len(self.local_ranks)):
+            if rows is not None:
+                assert rows[rank].shape == (len(OF_REQUEST), v.bucket.requests)
+                assert (rows[rank].T[v.views[rank]["cap"] < 0] == NEUTRAL).all()
+            output = self._accept(rank, v, None if allowed is None else allowed[rank])
+            outputs.append(output if rows is None else dataclasses.replace(output, top=self._top(output.token)))
+        return FakeOutput(self, v.flight, outputs, 1e-3 + 5e-5 * v.bucket.rows)
+
+    def _accept(self, rank: int, v: FakeVerification, allowed: np.ndarray | None) -> StepOutput:
+        caches, view, verified, length = self.state[rank], v.views[rank], np.asarray(v.verified[rank]), v.length[rank]
+        packed = pack_reference(verified, v.bucket.rows)
+        request, offset = packed.request[packed.valid], packed.offset[packed.valid]
+        index = (length + 1 - view["origin"])[request] + offset
+        masks = None if allowed is None else self._allowed(allowed[request, offset])
+        own = {name: view[name][request] for name in ("temperature", "seed_low", "seed_high")}
+        drawn, logprobs = self._draw(own, np.asarray(v.hidden[rank]), index, masks)
+        drawn = np.where((offset == 0) & (view["forced"][request] >= 0), view["forced"][request], drawn)
+        k, slots = v.bucket.drafts, view["slot"]
+        token = np.full((len(verified), k + 1), -1, np.int32)
+        logprob = np.zeros(token.shape, np.float32)
+        for r in np.flatnonzero(verified >= 0).tolist():
+            first, ell, slot = int(packed.start[r]), int(verified[r]), int(slots[r])
+            right = drawn[first : first + ell] == caches.draft_token[slot, :ell]
+            count = int(np.cumprod(right).sum())
+            token[r, : count + 1] = drawn[first : first + count + 1]
+            logprob[r, : count + 1] = logprobs[first : first + count + 1]
+            caches.length[slot], caches.last_token[slot] = length[r] + count + 1, token[r, count]
+            caches.draft_token[slot], caches.draft_at[slot] = -1, -1
+            dead = np.arange(length[r] + count + 1, length[r] + ell + 1)
+            many = np.full(len(dead), slot), np.repeat(view["block_table"][r : r + 1], len(dead), axis=0)
+            caches.forget(many[0], dead, many[1].astype(np.int64), self.rng)
+            self.accepted += count
+        if self.spoil and (verified >= 0).any():
+            self.spoil, logprob[np.flatnonzero(verified >= 0)[0], 0] = False, np.nan
+        error = self.rng.random(len(verified), np.float32)
+        output: Any = dict(token=token, logprob=logprob, verified=verified, error=error)
+        return StepOutput(logits=None, trace=None, load=None, **output)
+
+    def draft(self, rows: Sequence[np.ndarray]) -> list[DraftOutput]:
+        requests = rows[0].shape[1]
+        assert len(rows) == len(self.local_ranks)
+        assert ("draft", requests) in self.warm, f"drafts of {requests} sequences are compiled while requests run"
+        self._program("draft", requests)
+        outputs = []
+        for rank, own in enumerate(rows):
+            assert own.shape == (len(DRAFT_COLUMNS), requests)
+            token, confidence = self._draft(rank, dict(zip(DRAFT_COLUMNS, own, strict=True)))
+            told = 1 - confidence if self.falsified == self.drafts_made else confidence
+            outputs.append(DraftOutput(token, told))
+        self.drafts_made += 1
+        return outputs
+
+    def _draft(self, rank: int, view: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32 [R, k], confidences fp32 [R, k])."""
+        caches, how = self.state[rank], self._drafts
+        k, vocabulary = how.num_drafts, self.model.config.vocab_size
+        shape = len(view["slot"]), k
+        valid = np.flatnonzero(view["slot"] != NO_SLOT)
+        slot = view["slot"][valid].astype(np.int64)
+        assert len(set(slot.tolist())) == len(slot), "two sequences draft in one slot"
+        assert {(rank, s) for s in slot.tolist()} <= self.flights[-1].slots, "drafts of who had no part in the step"
+        # A sequence whose answer is full has no row, though the host may not know yet: its drafts are left as they are.
+        unused = (caches.draft_token[slot] == -1).all(axis=1) | (caches.draft_at[slot] == caches.length[slot])
+        assert unused.all(), "drafts of an earlier place are still there"
+        drawn_by = self._drawn_by(view, view["origin"])[valid]
+        assert (drawn_by == caches.drawn_by[slot]).all(), "drafts are drawn in another way than the answer"
+        ids = np.arange(vocabulary) if how.ids is None else np.array(how.ids)
+        token = self.rng.choice(ids, shape).astype(np.int32)
+        confidence = self.rng.random(shape, np.float32)
+        if how.confidence == "random":
+            edge = self.rng.integers(0, 6, shape)
+            confidence = np.where(edge == 0, np.float32(0), np.where(edge == 1, np.float32(1), confidence))
+        else:
+            confidence[:] = how.confidence
+        right = np.cumprod(self.rng.random((len(slot), k)) < how.right, axis=1, dtype=np.int64)
+        own = {name: view[name][valid] for name in ("temperature", "seed_low", "seed_high")}
+        first = caches.length[slot] + 1 - view["origin"][valid]
+        for place, truth in enumerate(self._look_ahead(rank, slot, own, first, int(right.sum(axis=1).max(initial=0)))):
+            token[valid, place] = np.where(right[:, place], truth, token[valid, place])
+        caches.draft_token[slot], caches.draft_confidence[slot] = token[valid], confidence[valid]
+        caches.draft_at[slot] = caches.length[slot]
+        self.drafted += len(slot) * k
+        return token, confidence
+
+    def _look_ahead(
+        self, rank: int, slot: np.ndarray, own: dict[str, np.ndarray], first: np.ndarray, count: int
+    ) -> Iterable[np.ndarray]:
+        """The next `count` tokens of sequences, computed on a copy of what the caches hold of them."""
+        if not count:
+            return
+        caches, n = self.state[rank], np.arange(len(slot))
+        copy = object.__new__(Caches)
+        for name in ("window", "window_at", "pairs", "pairs_at", "history", "history_at"):
+            setattr(copy, name, getattr(caches, name)[slot])
+        entries = [page[caches.table[slot]].reshape(len(slot), -1) for page in caches.pages]
+        entries = [np.pad(own_entries, ((0, 0), (0, 128))) for own_entries in entries]
+        token, length = caches.last_token[slot], caches.length[slot]
+        for ahead in range(count):
+            h = self._forward(copy, n, token, length + ahead, Copied(entries))
+            token, _ = self._draw(own, h, first + ahead)
+            yield token
+
+    @property
+    def _drafts(self) -> Drafting:
+        assert self.drafting is not None
+        return self.drafting
+
+    @staticmethod
+    def _drawn_by(view: dict[str, np.ndarray], origin: np.ndarray) -> np.ndarray:
+        return np.stack([origin, view["temperature"], view["seed_low"], view["seed_high"]], axis=1).astype(np.int64)
+
+    def _allowed(self, words: np.ndarray) -> np.ndarray:
+        """bool [n, V] of int32 [n, words]."""
+        ids = np.arange(self.model.config.vocab_size)
+        return (words.view(np.uint32)[:, ids // MASK_BITS] >> (ids % MASK_BITS).astype(np.uint32) & 1).astype(bool)
+
+    def _top(self, token: np.ndarray) -> TopTokens:
+        """Something that follows from the token that was emitted."""
+        ids = (token[..., None] + np.arange(TOPS)) % self.model.config.vocab_size
+        return TopTokens(1 + token % 50, ids, np.broadcast_to(-np.arange(TOPS, dtype=np.float32), ids.shape))
+
+    def _program(self, name: str, *what: Any) -> None:
+        """A program is launched."""
+        if self.fail_launch is not None and self.fail_program in (None, name):
+            error, self.fail_launch = self.fail_launch, None
+            raise error
+        self.calls.append((name, *what))
+
+    def _launch(self, name: str, plans: Sequence[StepPlan]) -> tuple[Flight, list[dict[str, np.ndarray]]]:
+        bucket = plans[0].bucket
+        assert len(plans) == len(self.local_ranks) and all(plan.bucket == bucket for plan in plans)
+        assert bucket in self.warm, f"{bucket} is compiled while requests run"
+        self._program(name, bucket)
+        flight, self._due = self._due, Flight()
+        self.flights.append(flight)
+        return flight, [bucket.unpack(plan.buffer.copy()) for plan in plans]
 
     def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
         assert ("copy", None) in self.warm, "the copies are compiled while requests run"
@@ -291,7 +655,7 @@ class FakeDevice:
                 rows.append(list(zip(*(view[name][live].tolist() for name in ("first_row", "start", "count")))))
             assert all(one == rows[0] for one in rows)
 
-    def _prefill(self, rank: int, bucket: Bucket, view: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _prefill(self, rank: int, bucket: Bucket, view: dict[str, np.ndarray]) -> tuple[list[int], Sequence[np.uint64]]:
         live = np.flatnonzero((view["count"] > 0) | (view["sample"] > 0)).tolist()
         slots = view["slot"][live].tolist()
         assert len(set(slots)) == len(slots), "two chunks of a step have one slot"
@@ -311,7 +675,7 @@ class FakeDevice:
                 if h is not None:
                     last[int(first_kept[s] + kept[s] - 1)] = h
         chosen = [s for s in live if view["sample"][s]]
-        return self._sample(rank, view, chosen, [last[int(view["sample_row"][s])] for s in chosen])
+        return chosen, [last[int(view["sample_row"][s])] for s in chosen]
 
     def _chunk(self, rank: int, view: dict[str, np.ndarray], s: int, rows: np.ndarray) -> np.uint64 | None:
         """Runs sequence s of a prefill step. The hidden state of its last row; None when it is dropped."""
@@ -387,8 +751,8 @@ class FakeDevice:
         per_block = caches.pages[source].shape[1]
         caches.pages[source][blocks[number // per_block], number % per_block] = entry
 
-    def _decode(self, rank: int, bucket: Bucket, view: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        model, caches, size = self.model, self.state[rank], self.layout.block_size
+    def _decode(self, rank: int, bucket: Bucket, view: dict[str, np.ndarray]) -> tuple[list[int], np.ndarray]:
+        caches = self.state[rank]
         assert ((view["count"] == 0) | (view["count"] == 1)).all()
         live = np.flatnonzero(view["count"])
         rows = view["first_row"][live]
@@ -403,19 +767,28 @@ class FakeDevice:
         t = view["start"][live].astype(np.int64)
         t = np.where(t < 0, caches.length[slot], t)
         caches.length[slot] = t + 1
-        each = range(len(slot))
-        for i in each:
-            table = view["block_table"][live[i]]
-            assert t[i] // size < len(table), "the block table is too narrow"
-            self._touch(rank, table[: t[i] // size + 1], writes=False)
-            self._touch(rank, [table[t[i] // size]])
+        return live.tolist(), self._rows(rank, slot, token, t, view["block_table"][live].astype(np.int64))
+
+    def _rows(self, rank: int, slot: np.ndarray, token: np.ndarray, t: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """Hidden states of decode rows, int [n] each, through the caches of a rank. table: int [n, blocks]."""
+        size = self.layout.block_size
+        for own, last in zip(table, (t // size).tolist(), strict=True):
+            assert last < len(own), "the block table is too narrow"
+            self._touch(rank, own[: last + 1], writes=False)
+            self._touch(rank, own[last : last + 1])
+        table = table[:, : int(t.max(initial=0)) // size + 1]
+        return self._forward(self.state[rank], slot, token, t, Paged(self.state[rank].pages, table))
+
+    def _forward(
+        self, caches: Caches, slot: np.ndarray, token: np.ndarray, t: np.ndarray, entries: Entries
+    ) -> np.ndarray:
+        """Rows of several sequences, some of them perhaps of one; all of a layer are stored before any is read."""
+        model = self.model
         _store_one(caches.history, caches.history_at, slot, token, t)
         looks = [
             _read_one(caches.history, caches.history_at, slot, t - back, -1) for back in range(model.look_back + 1)
         ]
         h = model.embed(looks)
-        width = int(t.max(initial=0)) // size + 1
-        table = view["block_table"][live][:, :width].astype(np.int64)
         for layer, plan in enumerate(model.config.layers):
             source = plan.kv_source
             if plan.owns_kv:
@@ -429,38 +802,49 @@ class FakeDevice:
                         for back in reversed(range(ratio))
                     ]
                 number = t[ends] // ratio
-                per_block = caches.pages[source].shape[1]
                 entry = model.entry(source, [member + (number * ratio).astype(U) for member in members])
                 if len(ends):
-                    caches.pages[source][table[ends, number // per_block], number % per_block] = entry
+                    entries.store(source, ends, number, entry)
             ring, at = caches.window[:, layer], caches.window_at[:, layer]
             _store_one(ring, at, slot, model.key(layer, h, t), t)
             span = t[:, None] - np.arange(model.window)
             near = _read_one(ring, at, slot[:, None], span, 0).sum(axis=1, dtype=U)
             far = np.zeros(len(h), U)
             if source >= 0:
-                entries = caches.pages[source][table].reshape(len(h), width * caches.pages[source].shape[1])
-                seen = np.arange(entries.shape[1]) < ((t + 1) // model.ratios[source])[:, None]
-                far = np.where(seen, entries, U(0)).sum(axis=1, dtype=U)
+                known = entries.read(source)
+                seen = np.arange(known.shape[1]) < ((t + 1) // model.ratios[source])[:, None]
+                far = np.where(seen, known, U(0)).sum(axis=1, dtype=U)
             h = model.layer(layer, h, near, far)
-        return self._sample(rank, view, live.tolist(), h)
+        return h
+
+    def _draw(
+        self, view: dict[str, np.ndarray], h: np.ndarray, index: np.ndarray, allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        words = [view[name].view(np.uint32).astype(U) for name in ("seed_low", "seed_high")]
+        temperature = view["temperature"].view(np.float32).astype(np.float64)
+        return self.model.draw(h, temperature, words[0] | words[1] << U(32), index, allowed)
 
     def _sample(
-        self, rank: int, view: dict[str, np.ndarray], chosen: Sequence[int], h: Sequence[np.uint64] | np.ndarray
+        self,
+        rank: int,
+        view: dict[str, np.ndarray],
+        chosen: Sequence[int],
+        h: Sequence[np.uint64] | np.ndarray,
+        allowed: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         tokens, logprobs = np.full(len(view["slot"]), -7, np.int32), np.full(len(view["slot"]), -7, np.float32)
         if not len(chosen):
             return tokens, logprobs
-        words = [view[name].view(np.uint32)[chosen].astype(U) for name in ("seed_low", "seed_high")]
-        drawn, logprob = self.model.draw(
-            np.array(h, U),
-            view["temperature"].view(np.float32)[chosen].astype(np.float64),
-            words[0] | words[1] << U(32),
-            view["output_index"][chosen],
-        )
+        caches, slot, index = self.state[rank], view["slot"][chosen], view["output_index"][chosen]
+        own = {name: view[name][chosen] for name in ("temperature", "seed_low", "seed_high")}
+        drawn, logprob = self._draw(own, np.array(h, U), index, allowed)
         forced = view["forced"][chosen]
         tokens[chosen], logprobs[chosen] = np.where(forced >= 0, forced, drawn), logprob
-        self.state[rank].last_token[view["slot"][chosen]] = tokens[chosen]
+        caches.last_token[slot] = tokens[chosen]
+        caches.draft_token[slot], caches.draft_at[slot] = -1, -1
+        if "block_table" in view:
+            caches.keep_table(slot, view["block_table"][chosen].astype(np.int64))
+            caches.drawn_by[slot] = self._drawn_by(own, (view["start"] + view["count"])[chosen] - index)
         return tokens, logprobs
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_device import Clock, FakeDevice
+from fake_device import Clock, Drafting, FakeDevice
 from fake_model import fake_config
 
 from di_jax.config import EngineGroup
@@ -18,6 +18,7 @@ from di_jax.engine.engine import Engine
 from di_jax.engine.sequence import Request
 from di_jax.engine.setup import EngineParts
 from di_jax.engine.step_plan import BucketLadder
+from di_jax.engine.step_profile import StepProfile
 from di_jax.model.cache import CacheLayout
 from di_jax.model.quantization import CacheFormats
 from di_jax.parallel.mesh import DeviceMesh
@@ -30,9 +31,36 @@ class FakeTime:
         self.perf_counter = clock.perf_counter
 
 
+class Profiles:
+    """Stands for the module `step_profile`: what a device says that its steps take."""
+
+    @staticmethod
+    def measure(runner: FakeDevice, ladder: BucketLadder) -> StepProfile:
+        runner.reset()
+        assert runner.profile is not None
+        return runner.profile
+
+
+def profile_of(ladder: BucketLadder, curve: str) -> StepProfile:
+    """flat: rows cost nothing, so that all drafts are verified. stairs: some are. steep: a row costs as much as a step,
+    and drafting does not pay."""
+    rows = sorted({rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)})
+    each = {"flat": 0.0, "stairs": 2.5e-4, "steep": 1e-3}[curve]
+    drafting = {"flat": 1e-5, "stairs": 1e-4, "steep": 5e-3}[curve]
+    return StepProfile(
+        {count: 1e-3 + each * count for count in rows},
+        {requests: 1e-4 for requests in ladder.decode_rows},
+        {requests: drafting for requests in ladder.decode_rows},
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """An engine over a fake device. Buckets of None: the ladder's own."""
+    """An engine over a fake device. Buckets of None: the ladder's own.
+
+    drafting: of decode steps, None for none; varlen: whether they verify as many drafts as pay, where steps take what
+    `curve` says.
+    """
 
     window: int = 16
     block_size: int = 128
@@ -46,13 +74,16 @@ class Setup:
     cp: int = 1
     keep_tokens: int = 24
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    drafting: Drafting | None = None
+    varlen: bool = True
+    curve: str = "stairs"
 
 
 def fake_engine(
-    setup: Setup, monkeypatch: Any = None, local_ranks: Sequence[int] | None = None
+    setup: Setup, monkeypatch: Any = None, local_ranks: Sequence[int] | None = None, seed: int = 0
 ) -> tuple[Engine, FakeDevice]:
-    """monkeypatch: pytest's, or anything with its `setattr`; with it time passes as the device's clock says.
-    local_ranks: those that this engine's process hosts; by default all."""
+    """monkeypatch: pytest's, or anything with its `setattr`; with it time passes as the device's clock says, and steps
+    take what they are said to. local_ranks: those that this engine's process hosts; by default all. seed: of drafts."""
     model = fake_config(setup.window)
     raw = {
         "max_num_seqs": setup.num_slots,
@@ -73,14 +104,19 @@ def fake_engine(
         cp=setup.cp,
         keep_tokens=setup.keep_tokens if config.replay.decoder == "compact" else None,
         history=model.engram_look_back,
+        drafts=0 if setup.drafting is None else setup.drafting.num_drafts,
+        varlen=setup.varlen,
     )
     layout = CacheLayout(model, CacheFormats.plain(np.float32), setup.num_blocks, setup.num_slots, setup.block_size)
-    device = FakeDevice(model, layout, DeviceMesh(dp=setup.dp, cp=setup.cp), local_ranks)
+    device = FakeDevice(model, layout, DeviceMesh(dp=setup.dp, cp=setup.cp), local_ranks, setup.drafting, seed)
+    device.profile = profile_of(ladder, setup.curve)
     if monkeypatch is not None:
         clock = device.clock
         monkeypatch.setattr(engine_module, "time", FakeTime(clock))
+        monkeypatch.setattr(engine_module, "step_profile", Profiles)
         monkeypatch.setattr(intake_module, "Request", lambda *a: Request(*a, arrived=clock.perf_counter()))
     parts = EngineParts(model, Path(), None, device, ladder, layout)  # type: ignore[arg-type]
     engine = Engine(parts, config)
     device.ledgers = engine.scheduler.ledgers
+    device.tables = [table for rank in engine.scheduler.ranks for table in rank.tables]
     return engine, device

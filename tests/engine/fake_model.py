@@ -86,12 +86,22 @@ class FakeModel:
         return mix(h + U(3) * near + U(5) * far, LAYER + U(layer))
 
     def draw(
-        self, h: np.ndarray, temperature: np.ndarray, seed: np.ndarray, index: np.ndarray
+        self,
+        h: np.ndarray,
+        temperature: np.ndarray,
+        seed: np.ndarray,
+        index: np.ndarray,
+        allowed: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, log-probabilities) after rows h. seed uint64, index of the output."""
+        """(tokens, log-probabilities) after rows h. seed uint64, index of the output, allowed bool [n, V]: ids that may
+        come."""
         noise = mix(seed + index.astype(U) * GOLD, HEAD) + np.round(temperature * 1e3).astype(U)
         drawn = mix(h + np.where(temperature > 0, noise, U(0)), HEAD)
-        return (drawn % U(self.config.vocab_size)).astype(np.int64), -(drawn % U(997)).astype(np.float32) / 64
+        token = (drawn % U(self.config.vocab_size)).astype(np.int64)
+        if allowed is not None:
+            ids = [np.flatnonzero(row) for row in allowed]
+            token = np.array([own[int(d % U(len(own)))] for own, d in zip(ids, drawn, strict=True)], np.int64)
+        return token, -(drawn % U(997)).astype(np.float32) / 64
 
     def hidden(self, tokens: Sequence[int], past: Past = COLD) -> np.ndarray:
         """The last layer's rows of all tokens at once, from nothing but the tokens and what the caches gave. Rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -11,8 +12,10 @@ from fake_device import DeviceError
 from fake_engine import Setup, fake_engine
 from fake_model import COLD, Past
 
+from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.data_rank import DataRank
 from di_jax.engine.engine import Engine
+from di_jax.engine.matching import Matcher
 from di_jax.engine.metrics import StepReport
 from di_jax.engine.sequence import Holding, Request, Sequence
 from di_jax.sampling_params import SamplingParams
@@ -30,6 +33,36 @@ class Segment:
     rank: int
 
 
+class Letters:
+    """A toy `Matcher`: a word of two letters whose sum modulo 3 says which of them may come next, or the word's end.
+
+    known: tokens accepted.
+    """
+
+    END = 1
+    IDS = (10, 11)
+    NEXT = (IDS, (*IDS, END), (10,))
+
+    def __init__(self, vocabulary: int = 211) -> None:
+        self.vocabulary = vocabulary
+        self.known: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        found = np.zeros(self.vocabulary, bool)
+        found[list(self.NEXT[sum(self.known) % 3])] = True
+        return found
+
+    def accept(self, token: int) -> bool:
+        if token not in self.NEXT[sum(self.known) % 3]:
+            return False
+        self.known.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert 0 <= count <= len(self.known)
+        del self.known[len(self.known) - count :]
+
+
 class Session:
     """An engine whose answers are compared with those of `FakeModel.hidden`.
 
@@ -41,21 +74,38 @@ class Session:
         self, setup: Setup, monkeypatch: Any = None, seed: int = 0, local_ranks: SequenceOf[int] | None = None
     ) -> None:
         self.setup = setup
-        self.engine, self.device = fake_engine(setup, monkeypatch, local_ranks)
+        self.engine, self.device = fake_engine(setup, monkeypatch, local_ranks, seed)
         self.rng = np.random.default_rng(seed)
         self.segments: dict[Sequence, list[Segment]] = {}
         self.requests: list[Request] = []
         self.told: set[Request] = set()  # reported after their end
         self.silent: set[Request] = set()  # ended outside of steps
         self.answers: dict[Request, list[list[int]]] = {}  # when they ended
+        self.matchers: dict[Request, Callable[[], Matcher]] = {}
         self.leaving: list[tuple[int, Holding]] = []  # step by which it has to be released
-        self.steps = self.forks = self.hits = self.restored = 0
+        self._reported = self._unseen = 0  # reports given, and steps that were complete without one
+        self.steps = self.forks = self.hits = self.restored = self.kept = 0
         self._watch(self.engine)
 
     def _watch(self, engine: Engine) -> None:
-        """Notes what every prefill finds in the caches."""
+        """Notes what every prefill finds in the caches, and looks at what is kept and who is preempted."""
         scheduler = engine.scheduler
-        admit = scheduler._admit
+        admit, preempt, put = scheduler._admit, scheduler._preempt, engine.snapshots.put
+
+        def preempted(rank: DataRank, ledger: BlockManager, now: float) -> None:
+            table = rank._table(ledger.rank)
+            slots, size = table.ready(), ledger.block_size
+            short = table.position[slots] // size >= table.num_blocks[slots]
+            assert not table.ahead[slots].any() and short.sum() > ledger.num_available, "preempted for drafts"
+            assert (table.num_blocks[slots] <= table.position[slots] // size + 1).all(), "a block is kept for drafts"
+            preempt(rank, ledger, now)
+
+        def kept(key: bytes, ring: np.ndarray) -> bool:
+            self._check_snapshot(key, ring)
+            return put(key, ring)
+
+        scheduler._preempt = preempted  # type: ignore[method-assign]
+        engine.snapshots.put = kept  # type: ignore[method-assign]
 
         def admitted(rank: DataRank, sequence: Sequence) -> None:
             admit(rank, sequence)
@@ -67,6 +117,15 @@ class Session:
         scheduler._admit = admitted  # type: ignore[method-assign]
         for rank in scheduler.ranks:
             self._watch_rank(rank)
+
+    def _check_snapshot(self, key: bytes, ring: np.ndarray) -> None:
+        """A snapshot holds the window before the boundary that it is kept for."""
+        keys = (s.keys.keys for request in self.requests for s in request.sequences if s.keys is not None)
+        boundary = self.setup.block_size * next(1 + own.index(key) for own in keys if key in own)
+        at = ring[1].astype(np.int64)
+        wanted = np.arange(max(0, boundary - self.setup.window + 1), boundary)
+        assert (at[:, wanted % at.shape[1]] == wanted).all(), f"not the window before {boundary}"
+        self.kept += 1
 
     def _watch_rank(self, rank: DataRank) -> None:
         settle, fork = rank.settle, rank.fork
@@ -116,9 +175,17 @@ class Session:
 
     # -- driving
 
-    def add(self, prompt: SequenceOf[int], sampling: SamplingParams, request_id: str | None = None) -> Request:
-        request = self.engine.add_request(list(prompt), sampling, request_id)
+    def add(
+        self,
+        prompt: SequenceOf[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        matcher: Callable[[], Matcher] | None = None,
+    ) -> Request:
+        request = self.engine.add_request(list(prompt), sampling, request_id, matcher)
         self.requests.append(request)
+        if matcher is not None:
+            self.matchers[request] = matcher
         self.engine.scheduler.check()
         return request
 
@@ -135,18 +202,21 @@ class Session:
     def step(self) -> StepReport | None:
         self.steps += 1
         assert self.steps < STEPS, "requests do not get on"
-        inside = [r for r in self.requests if any(s.held for s in r.sequences)]
-        before = self.engine.num_steps
+        inside = [s for r in self.requests for s in r.sequences if s.held]
+        preempted = {sequence: sequence.num_preemptions for sequence in inside}
         try:
             report = self.engine.step()
         except DeviceError:
-            # What was in the caches is lost, what waited is not.
-            assert all(request.finished for request in inside)
+            # What was in the caches is lost, what waited is not; nor is what gave way to others in this very step.
+            assert all(s.finished or s.num_preemptions > preempted[s] for s in inside)
             self.check()
             return None
-        # The last step of all may be seen complete with the one before it.
-        completed = self.engine.num_steps - before
-        assert completed == (report is not None) or (report is not None and not self.engine.requests)
+        self._reported += report is not None
+        # The last steps of all may be seen complete when a request is aborted, and those before a step that fails are
+        # reported later.
+        unseen = self.engine.num_steps - self._reported - len(self.engine._reports)
+        assert unseen == self._unseen or (unseen > self._unseen and not self.engine.requests), "a step is not reported"
+        self._unseen = unseen
         if report is None:
             assert not self.engine.has_unfinished, "a step did nothing, and requests are open"
         else:
@@ -171,10 +241,37 @@ class Session:
         retired = [holding for _, _, holding in scheduler._retired]
         self.leaving = [(due, h) for due, h in self.leaving if any(h is one for one in retired)]
         assert all(due > self.steps for due, _ in self.leaving), "an aborted request holds blocks after two steps"
+        self.check_books()
         for request in self.requests:
             if request.finished and request not in self.answers:
                 self.answers[request] = [list(s.output_ids) for s in request.sequences]
                 assert request.request_id not in self.engine.requests
+
+    def check_books(self) -> None:
+        """Of speculation and of matchers: nothing is left over from steps that are complete."""
+        engine, speculation = self.engine, self.engine.speculation
+        for request in self.matchers:
+            for sequence in request.sequences:
+                assert sequence.matcher.known == sequence.output_ids, "the matcher is not where its answer is"
+        if speculation is None:
+            return
+        flying = [(r, s) for flight in engine._flights for r, (slots, _) in flight.rounds.items() for s in slots]
+        for rank, table in speculation.tables.items():
+            ledger = speculation.ledgers[rank]
+            for slot in table.ready().tolist():
+                ahead = int(ledger.scheduled[slot] - ledger.processed[slot])
+                assert 0 <= ahead <= 1 and ahead == flying.count((rank, slot)), "rounds do not add up"
+                sequence = table.sequences[slot]
+                assert sequence is not None
+                if not sequence.num_preemptions:
+                    assert ledger.processed[slot] == bool(sequence.output_ids) + sequence.decode_steps, (
+                        "rounds of another"
+                    )
+                if not ahead:
+                    assert not table.ahead[slot], "the position is not known, and nothing is in flight"
+                    assert table.position[slot] == len(sequence) - 1
+                    assert table.left[slot] == sequence.max_tokens - len(sequence.output_ids)
+                    assert table.output_index[slot] == len(sequence.output_ids)
 
     def finish(self) -> None:
         """Runs until nothing is left, and checks that everything is answered, and free."""
@@ -204,8 +301,14 @@ class Session:
                 self.check_answer(request, sequence)
 
     def check_answer(self, request: Request, sequence: Sequence) -> None:
-        assert len(sequence.output_ids) == len(sequence.logprobs) <= sequence.max_tokens
+        count = len(sequence.output_ids)
+        assert count == len(sequence.logprobs) <= sequence.max_tokens
+        assert len(sequence) <= self.setup.max_model_len
+        assert 0 <= sequence.accepted <= sequence.verified <= sequence.drafted
         self.check_tokens(sequence)
+        if sequence.extra is not None and sequence.extra.top is not None and request.failure is None:
+            assert [top.rank for top in sequence.tops] == [1 + token % 50 for token in sequence.output_ids]
+            assert all(top.ids[:1] in ([], [token]) for top, token in zip(sequence.tops, sequence.output_ids))
         ended = [token in sequence.stop_ids for token in sequence.output_ids]
         assert not any(ended[:-1])
         if request.failure is not None:
@@ -231,12 +334,27 @@ class Session:
             h = model.hidden(tokens, self._definition(segment))[len(sequence.prompt_ids) - 1 + index]
             many = np.ones(len(index))
             drawn, logprob = model.draw(
-                h, many * sequence.sampling.temperature, np.full(len(index), sequence.seed, np.uint64), index
+                h,
+                many * sequence.sampling.temperature,
+                np.full(len(index), sequence.seed, np.uint64),
+                index,
+                self._allowed(sequence, segment.first, end),
             )
             forced = [sequence.forced_token(int(n)) for n in index]
             want = [given if given >= 0 else token for given, token in zip(forced, drawn.tolist())]
             assert output[segment.first : end] == want
             assert np.array_equal(np.array(sequence.logprobs[segment.first : end], np.float32), logprob)
+
+    def _allowed(self, sequence: Sequence, first: int, end: int) -> np.ndarray | None:
+        """bool [n, V] of an answer's outputs from `first` to `end`: what could come after those before it."""
+        made = next((m for r, m in self.matchers.items() if sequence in r.sequences), None)
+        if made is None:
+            return None
+        matcher, rows = made(), []
+        for at, token in enumerate(sequence.output_ids[:end]):
+            rows.append(matcher.allowed())
+            assert matcher.accept(token), f"output {at} is not allowed"
+        return np.array(rows[first:])
 
     def _definition(self, segment: Segment) -> Past:
         rules = self.engine.scheduler.ranks[0].rules

@@ -90,7 +90,8 @@ def decode_part(rank: int, positions: list[int]) -> DecodePart:
     for slot, position in enumerate(positions):
         table.begin(slot, sequence(position), position, 1, [1] * (position // 128 + 1))
     slots = table.ready()
-    return DecodePart(rank, table, slots, table.position[slots], [table.sequences[s] for s in slots])  # type: ignore[misc]
+    none, sequences = np.zeros(len(slots), np.int32), [table.sequences[s] for s in slots]
+    return DecodePart(rank, table, slots, table.position[slots], sequences, none, none > 0)  # type: ignore[arg-type]
 
 
 def test_a_decode_step_and_ranks_without_part_in_it() -> None:
@@ -111,3 +112,38 @@ def test_the_context_of_a_step() -> None:
     assert Batch(PREFILL, [part(100, start=100), part(50)]).mean_context == pytest.approx(100 * 100 / 150)
     assert Batch(PREFILL).mean_context == 0
     assert np.isclose(DecodeBatch([]).mean_context, 0)
+
+
+def test_a_decode_step_with_drafts() -> None:
+    ladder = BucketLadder.derive(
+        max_num_batched_tokens=512, max_num_seqs=4, max_context_blocks=8, context=(1, 2, 4, 8), decode=(2, 4), drafts=3
+    )
+    parts = []
+    for rank, positions in enumerate(([10, 126], [50], [])):
+        table = SlotTable(4, 8, 3)
+        for slot, position in enumerate(positions):
+            one = sequence(position)
+            one.max_tokens = 50
+            table.begin(slot, one, position, 1, [1])
+        slots = table.ready()
+        caps = np.full(len(slots), 2, np.int32)
+        sequences = [table.sequences[s] for s in slots]
+        parts.append(
+            DecodePart(rank, table, slots, table.position[slots], sequences, caps, caps > 0, rows=8 - 4 * rank)
+        )  # type: ignore[arg-type]
+    batch = DecodeBatch(parts[:2], num_drafts=3)
+    # The furthest row is at 128, in the second block; two sequences and the rows that the first rank asks for.
+    need = batch.need(ladder, LEDGERS)
+    assert need == Need(8, 0, 2, 2)
+    bucket = ladder.bucket(True, need.rows, need.context_blocks, need.kept_rows, need.requests)
+    assert (bucket.rows, bucket.requests, bucket.drafts) == (8, 2, 3)
+    views = [bucket.unpack(plan.buffer) for plan in batch.plans(bucket, [0, 1, 2])]
+    assert [view["cap"].tolist() for view in views] == [[2, 2], [2, -1], [-1, -1]]
+    assert [view["budget"].tolist() for view in views] == [[4], [2], [0]]
+    batch.advance()
+    assert parts[0].table.position[:2].tolist() == [11, 127] and parts[0].table.ahead[:2].tolist() == [2, 2]
+    assert DecodeBatch([], num_drafts=3).need(ladder, LEDGERS) == Need()
+    # Further ahead by what a step in flight may have accepted.
+    assert DecodeBatch(parts[:1], num_drafts=3).need(ladder, LEDGERS).context_blocks == 2
+    parts[0].table.ahead[1] = 150
+    assert parts[0].last_position == 126 + 48, "its last token is fed to nobody"

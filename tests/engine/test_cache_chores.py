@@ -133,6 +133,44 @@ def test_state_of_tokens_that_nobody_knows_is_dropped(made: tuple[CacheChores, R
     chores.keep(Pending())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        (32, 33, True),  # the token at 31 was fed: the window ends there
+        (30, 35, True),  # in the middle of the step's rows
+        (27, 32, False),  # the newest token is in no cache
+        (33, 36, False),  # crossed a step before: the window may be too far on
+        (28, 31, False),
+    ],
+)
+def test_of_several_tokens_of_a_step_the_one_that_crosses_counts(
+    before: int, after: int, kept: bool, made: tuple[CacheChores, Recorder, WindowStateCache]
+) -> None:
+    chores, _, cache = made
+    one = sequence(20, before - 20)
+    pending = chores.after(Chores(snapshots=[(4, 2, one, 32)]), 0, 1)
+    known = pending.lengths()
+    assert known == {one: before}
+    one.output_ids = list(range(after - 20))
+    chores.keep(pending, known)
+    assert len(cache) == kept and (not kept or one.snapshot == key(one, 32))
+
+
+def test_a_boundary_that_two_steps_may_cross_is_kept_of_the_one_that_did(
+    made: tuple[CacheChores, Recorder, WindowStateCache],
+) -> None:
+    """Both took a snapshot before anything of the first was known."""
+    chores, _, cache = made
+    one = sequence(20, 10)
+    steps = [chores.after(Chores(snapshots=[(rank, slot, one, 32)]), 0, 1) for rank, slot in ((4, 2), (5, 3))]
+    for pending, tokens in zip(steps, (14, 16), strict=True):
+        known = pending.lengths()
+        one.output_ids = list(range(tokens))
+        chores.keep(pending, known)
+    kept = cache.get(key(one, 32))
+    assert kept is not None and kept.tolist() == [2, 2]
+
+
 def test_state_larger_than_the_budget_replaces_nothing() -> None:
     recorder, cache = Recorder(), WindowStateCache(20)
     chores = CacheChores(recorder, cache, LAYERS, BLOCK)  # type: ignore[arg-type]

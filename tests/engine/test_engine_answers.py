@@ -65,7 +65,7 @@ class Model:
         else and knows no prefixes. Not while another engine runs."""
         seed = choice_seed(sampling.resolved_seed(), index)
         sampling = dataclasses.replace(sampling, n=1, seq_seed=seed, priority=0, cache_salt=None)
-        key = tuple(prompt), sampling
+        key = tuple(prompt), repr(sampling)  # it may hold a mapping
         if key not in self.known:
             engine = self.engine(async_scheduling=False, prefix_caching=False)
             request = engine.add_request(prompt, sampling)

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import Setup
-from fake_session import Session
+from fake_device import Drafting
+from fake_engine import Profiles, Setup
+from fake_session import Letters, Session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_engine_properties import Scenario, prompt_of, scenarios, submit
+from test_engine_properties import Arrival, Scenario, greedy, prompt_of, scenarios, submit
 
 from di_jax.engine import engine as engine_module
 from di_jax.engine.sequence import Request
+from di_jax.engine.speculation import Speculation
 from di_jax.parallel.agreement import Agreement
 
 PATIENCE_S = 60.0  # a process that waits longer waits for one that is gone
@@ -72,6 +74,7 @@ def play_together(setup: Setup, parts: Sequence[Scenario], patch: pytest.MonkeyP
     """Runs a process for each part, with its arrivals and aborts, and one data-parallel rank each."""
     meeting, stand_in = Meeting(len(parts)), Processes(range(len(parts)))
     patch.setattr(engine_module, "processes", stand_in)
+    patch.setattr(engine_module, "step_profile", Profiles)
     sessions = []
     for index, part in enumerate(parts):
         stand_in.member = Member(meeting, index)
@@ -108,7 +111,7 @@ def drive(session: Session, part: Scenario, member: Member) -> None:
             break
         while pending and pending[0].at <= tick:
             arrival = pending.pop(0)
-            request = submit(session, prompt_of(arrival, made, session), arrival.sampling)
+            request = submit(session, prompt_of(arrival, made, session), arrival)
             made.append(request)
             if request is not None and arrival.abort is not None:
                 aborts.append((tick + arrival.abort, request))
@@ -132,6 +135,44 @@ def test_processes_run_the_same_programs(first: Scenario, others: list[Scenario]
         sessions = play_together(setup, parts, patch)
     assert all(session.device.calls == sessions[0].device.calls for session in sessions)
     assert all(session.engine.num_steps == sessions[0].engine.num_steps for session in sessions)
+
+
+def drafting_parts() -> list[Scenario]:
+    """Three processes: one whose answers are many, one with a word to match, one with nothing to do."""
+    setup = Setup(
+        block_size=16,
+        num_blocks=40,
+        num_slots=4,
+        max_model_len=160,
+        dp=3,
+        drafting=Drafting(3, right=0.7, ids=Letters.IDS, confidence=0.5),
+    )
+    many = tuple(Arrival(0, 0, 20 + at, greedy(max_tokens=40, temperature=1.0, n=2)) for at in range(3))
+    word = (Arrival(3, 0, 30, greedy(max_tokens=20, logprobs=2), matched=True),)
+    return [Scenario(setup, many), Scenario(setup, word, seed=1), Scenario(setup, (), seed=2)]
+
+
+def test_processes_verify_and_draft_together(patch: pytest.MonkeyPatch) -> None:
+    """Masks and rows of extra sampling of one are asked of all, and so are drafts."""
+    parts = drafting_parts()
+    sessions = play_together(parts[0].setup, parts, patch)
+    calls = sessions[0].device.calls
+    assert all(session.device.calls == calls for session in sessions)
+    assert {call[-2:] for call in calls if call[0] == "accept"} == {(False, False), (True, True)}
+    assert sum(call[0] == "draft" for call in calls) > 10
+    assert all(session.device.accepted for session in sessions[:2]) and not sessions[2].device.drafted
+
+
+def test_a_process_that_decides_alone_whether_to_draft_is_seen(patch: pytest.MonkeyPatch) -> None:
+    """The control."""
+
+    def selfish(books: Speculation, *_: Any) -> bool:
+        return any(bool((table.left > 0).any()) for table in books.tables.values())
+
+    patch.setattr(Speculation, "drafts", selfish)
+    parts = drafting_parts()
+    sessions = play_together(parts[0].setup, parts, patch)
+    assert any(session.device.calls != sessions[0].device.calls for session in sessions)
 
 
 def test_a_process_that_fails_keeps_nobody_waiting(patch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import DeviceError, FakeDevice
+from fake_device import DeviceError, Drafting, FakeDevice
 from fake_engine import Setup
-from fake_session import Session, ids
+from fake_session import Letters, Session, ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ TEXT = ids(700, 99)  # what prompts that share a prefix begin with
 class Arrival:
     """A request to come before step `at`. shared: tokens that it begins with out of TEXT. follows: index of an earlier
     request that it goes on from: its prompt, its first answer so far, then `length` tokens. abort: steps later; None:
-    never."""
+    never. matched: whether its answers are words of `Letters`."""
 
     at: int
     shared: int
@@ -38,6 +38,7 @@ class Arrival:
     sampling: SamplingParams
     follows: int | None = None
     abort: int | None = None
+    matched: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Scenario:
 
 
 @st.composite
-def samplings(draw: st.DrawFn, crowd: bool) -> SamplingParams:
+def samplings(draw: st.DrawFn, crowd: bool, matched: bool = False) -> SamplingParams:
+    """A word may not be forced to anything."""
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.0, 0.8])),
         max_tokens=draw(st.integers(20, 80) if crowd else st.one_of(st.integers(1, 6), st.integers(1, 60))),
@@ -60,7 +62,9 @@ def samplings(draw: st.DrawFn, crowd: bool) -> SamplingParams:
         priority=draw(st.sampled_from([0, 0, 0, 1, -2])),
         deadline_s=draw(st.sampled_from([None, None, None, 5.0])),
         cache_salt=draw(st.sampled_from([None, None, None, "salt"])),
-        forced_token_ids=draw(st.sampled_from([None, None, None, (7, -1, 9)])),
+        forced_token_ids=None if matched else draw(st.sampled_from([None, None, None, (7, -1, 9)])),
+        stop_token_ids=draw(st.sampled_from([None, None, None, tuple(range(50, 70))])),
+        logprobs=draw(st.sampled_from([None, None, None, None, 0, 2])),
         detokenize=False,
     )
 
@@ -72,17 +76,29 @@ def arrivals(draw: st.DrawFn, longest: int) -> tuple[Arrival, ...]:
     at, crowd = 0, draw(st.booleans())
     for number in range(draw(st.integers(3 if crowd else 1, 8))):
         at += draw(st.sampled_from([0, 0, 1, 2] if crowd else [0, 0, 1, 2, 5, 20, 60]))
+        matched = draw(st.integers(0, 5)) == 5
         made.append(
             Arrival(
                 at,
                 shared=draw(st.one_of(st.just(0), st.integers(0, longest // (4 if crowd else 1)))),
                 length=draw(st.one_of(st.integers(1, 40), st.integers(1, longest // (2 if crowd else 1)))),
-                sampling=draw(samplings(crowd)),
+                sampling=draw(samplings(crowd, matched)),
                 follows=draw(st.one_of(st.none(), st.integers(0, number - 1))) if number else None,
                 abort=draw(st.one_of(st.none(), st.none(), st.integers(0, 12))),
+                matched=matched,
             )
         )
     return tuple(made)
+
+
+@st.composite
+def draftings(draw: st.DrawFn) -> Drafting:
+    return Drafting(
+        num_drafts=draw(st.integers(1, 5)),
+        right=draw(st.sampled_from([0.0, 0.5, 0.8, 0.95, 1.0])),
+        ids=draw(st.sampled_from([None, Letters.IDS])),
+        confidence=draw(st.sampled_from(["random", "random", 0.0, 0.9, 1.0])),
+    )
 
 
 @st.composite
@@ -121,6 +137,9 @@ def setups(draw: st.DrawFn, replays: SequenceOf[tuple[str, str]], *, mesh: bool 
         cp=cp,
         keep_tokens=window + 6 + draw(st.sampled_from([0, 2, 40])),
         config=config,
+        drafting=draw(st.one_of(st.none(), draftings())),
+        varlen=draw(st.sampled_from([True, True, False])),
+        curve=draw(st.sampled_from(["flat", "stairs", "steep"])),
     )
 
 
@@ -129,7 +148,9 @@ def scenarios(draw: st.DrawFn, *replays: tuple[str, str], mesh: bool = True) -> 
     """replays: (decoder, encoder), one of which the engine has. mesh: on several ranks, perhaps."""
     setup = draw(setups(replays, mesh=mesh))
     steps = st.integers(0, 150)
-    faults = st.lists(st.tuples(steps, st.sampled_from(["launch", "wait", "not finite"])), max_size=2)
+    faults = st.lists(
+        st.tuples(steps, st.sampled_from(["launch", "wait", "not finite", "accept", "draft"])), max_size=2
+    )
     return Scenario(
         setup,
         draw(arrivals(setup.max_model_len - 1)),
@@ -149,7 +170,7 @@ def play(scenario: Scenario) -> Session:
         while pending or session.engine.has_unfinished:
             while pending and (pending[0].at <= tick or not session.engine.has_unfinished):
                 arrival = pending.pop(0)
-                request = submit(session, prompt_of(arrival, made, session), arrival.sampling)
+                request = submit(session, prompt_of(arrival, made, session), arrival)
                 made.append(request)
                 if request is not None and arrival.abort is not None:
                     aborts.append((tick + arrival.abort, request))
@@ -173,20 +194,20 @@ def prompt_of(arrival: Arrival, made: list[Request | None], session: Session) ->
 
 
 def fail(device: FakeDevice, what: str) -> None:
-    if what == "launch":
-        device.fail_launch = DeviceError(what)
+    if what in ("launch", "accept", "draft"):
+        device.fail_launch, device.fail_program = DeviceError(what), None if what == "launch" else what
     elif what == "wait":
         device.fail_host = DeviceError(what)
     else:
         device.spoil = True
 
 
-def submit(session: Session, prompt: list[int], sampling: SamplingParams) -> Request | None:
+def submit(session: Session, prompt: list[int], arrival: Arrival) -> Request | None:
     """None for a request that is refused, as it has to be."""
-    engine = session.engine
+    engine, sampling = session.engine, arrival.sampling
     room = engine.has_room
     try:
-        request = session.add(prompt, sampling)
+        request = session.add(prompt, sampling, matcher=Letters if arrival.matched else None)
     except QueueFullError:
         assert not room
         return None
@@ -249,6 +270,26 @@ def test_steps_that_end_early_for_a_preemption_are_reported(monkeypatch: pytest.
     assert session.engine.scheduler.preemptions
 
 
+@pytest.mark.parametrize("drafting", [None, Drafting(1, right=0.0)])
+def test_one_that_gave_way_in_a_step_that_fails_is_not_lost(
+    drafting: Drafting | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tick in range(14, 20):
+        setup = Setup(block_size=16, num_blocks=3, num_slots=2, max_model_len=96, config=OFF, drafting=drafting)
+        session = Session(setup, monkeypatch)
+        requests = [session.add(ids(1, number), greedy(max_tokens=20)) for number in range(2)]
+        while session.steps < tick:
+            session.step()
+        before = session.engine.scheduler.preemptions
+        fail(session.device, "launch")
+        session.step()
+        if session.engine.scheduler.preemptions > before:
+            session.finish()
+            assert [request.failure is None for request in requests].count(True) == 1
+            return
+    pytest.fail("nobody gave way")
+
+
 def test_the_only_answer_gives_way_to_a_prompt_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode step that was to run is empty then."""
     config = {**OFF, "policy": "deepinfer"}  # up to 70 decode steps between two chunks of a prompt
@@ -286,12 +327,16 @@ def test_a_prompt_engine_needs_room_for_one_token(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("drafting", [None, Drafting(5, right=0.8)])
 def test_the_time_before_every_token_but_the_first_is_counted_once(
-    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    asynchronous: bool, drafting: Drafting | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An end token is seen when the step after it is in flight: the token of that one is nobody's."""
     config = {**OFF, "async_scheduling": asynchronous}
-    session = Session(Setup(block_size=16, num_blocks=99, num_slots=8, max_model_len=160, config=config), monkeypatch)
+    setup = Setup(
+        block_size=16, num_blocks=99, num_slots=8, max_model_len=160, config=config, drafting=drafting, curve="flat"
+    )
+    session = Session(setup, monkeypatch)
     for number in range(30):
         session.add(ids(20, number), greedy(temperature=1.0, seq_seed=number, max_tokens=60, ignore_eos=False))
     session.finish()
@@ -385,7 +430,7 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
         lambda tokens, _, size: (tokens - 1) // size * size,
     ),
     "rows before a chunk are forgotten": (Sequence, "tokens", lambda s, a, b: _known(s)[a:b] if b > a + 3 else []),
-    "an answer's numbers start again": (SlotTable, "advance", lambda t, slots: _advance(t, slots)),
+    "an answer's numbers start again": (SlotTable, "advance", lambda t, slots, _: _advance(t, slots)),
     "the text of another counts": (prefix_cache, "_digest", lambda *parts: bytes(15) + bytes([len(parts)])),
 }
 

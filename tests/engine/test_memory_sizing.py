@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from golden_model import TINY
+from golden_model import REAL, TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,15 +20,20 @@ from di_jax.engine.memory_sizing import (
     block_bytes,
     choose_blocks,
     describe,
+    draft_bytes,
     fullest_buckets,
+    in_turn,
+    program_memory,
     slots_bytes,
     step_memory,
 )
 from di_jax.engine.runner import TOKENS
-from di_jax.engine.setup import fullest_step
+from di_jax.engine.setup import cache_layout, fullest_step
+from di_jax.engine.speculative_programs import DraftSettings
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.errors import ConfigError
 from di_jax.model.cache import CacheLayout
+from di_jax.model.dspark import abstract_draft
 from di_jax.model.linear import Numerics
 from di_jax.model.quantization import CacheFormats
 from di_jax.model.transformer import abstract_model
@@ -167,6 +172,26 @@ def test_one_line_says_what_was_decided() -> None:
         assert part in line, line
 
 
+def test_what_a_sequence_keeps_for_its_drafts() -> None:
+    """The released sizes: three windows of 134 rows, and 5 drafts with the distributions they were drawn from."""
+    formats = CacheFormats.quantized()
+    plain = cache_layout(REAL, formats, 1, 16, None)
+    assert draft_bytes(plain) == (0, 0)
+    windows = 3 * 134 * 528
+    for settings, drafts in (
+        (DraftSettings(5), 5 * (2 * 129_280 + 4 + 4 + 4)),
+        (DraftSettings(3), 3 * (2 * 129_280 + 4 + 4 + 4)),
+        (DraftSettings(5, "one_hot"), 5 * (4 + 4)),
+        (DraftSettings(5, "coupled"), 5 * (4 + 4)),
+    ):
+        layout = cache_layout(REAL, formats, 1, 16, settings)
+        assert draft_bytes(layout) == (windows, drafts)
+        assert slots_bytes(layout) == slots_bytes(plain) + 16 * (windows + drafts), "the room for blocks counts it"
+    line = describe(engine_of(), cache_layout(REAL, formats, 32, 16, DraftSettings(5)), "why")
+    assert "; of each sequence 212.26 kB are windows of the draft and 1.29 MB its drafts): why" in line
+    assert "draft" not in describe(engine_of(), dataclasses.replace(plain, num_blocks=32), "why")
+
+
 # ---- what steps need ----
 
 
@@ -175,6 +200,24 @@ def test_the_largest_shape_of_each_kind_is_measured() -> None:
     dropping, whole = ladder.bucket(False, 4096, 64, 1), ladder.bucket(False, 4096, 64)
     assert dropping.drops_rows and not whole.drops_rows
     assert set(fullest_buckets(ladder)) == {ladder.bucket(True, 16, 64), whole, dropping}
+
+
+def test_the_step_that_verifies_most_is_measured() -> None:
+    ladder = BucketLadder.derive(
+        max_num_batched_tokens=4096, max_num_seqs=16, max_context_blocks=64, decode=[1, 16], drafts=5
+    )
+    assert set(fullest_buckets(ladder)) == {ladder.bucket(True, 96, 64, requests=16), ladder.bucket(False, 4096, 64)}
+
+
+def test_programs_of_one_step() -> None:
+    """They run one after the other: temporaries of the fullest, results and code of all."""
+    parts = [StepMemory("verify", 500, 10, 1), StepMemory("accept", 700, 20, 2), StepMemory("draft", 600, 40, 4)]
+    assert in_turn(parts) == StepMemory("accept", 700, 70, 7)
+    memory = SimpleNamespace(
+        output_size_in_bytes=90, alias_size_in_bytes=60, temp_size_in_bytes=5, generated_code_size_in_bytes=7
+    )
+    executable = SimpleNamespace(memory_analysis=lambda: memory)
+    assert program_memory("x", executable, 3) == StepMemory("x", 5, IN_FLIGHT * 30, 21)
 
 
 def test_the_parts_of_a_step() -> None:
@@ -216,12 +259,35 @@ def test_a_steps_memory_does_not_depend_on_the_pool() -> None:
 
     def measured(blocks: int) -> StepMemory:
         layout = CacheLayout(SMALL, numerics.formats, blocks, num_slots=4)
-        return fullest_step(model, mesh, BucketLadder((16,), (2,), (1,)), TOKENS, layout)
+        return fullest_step(model, mesh, BucketLadder((16,), (2,), (1,)), TOKENS, None, layout)
 
     few, many = measured(1), measured(1000)
     added = 999 * block_bytes(CacheLayout(SMALL, numerics.formats, 1, 4))
     assert added > 3 * few.total > 0, "or a copy of the pool could hide"
     assert many == few
+
+
+@pytest.mark.slow
+def test_a_step_with_drafts_is_measured_whole() -> None:
+    """Verifying, accepting and drafting count, and the pool does not: with a vocabulary large enough for the drafts'
+    distributions to be the most, accepting is what needs memory."""
+    config = dataclasses.replace(SMALL, dspark_target_layer_ids=(0, 1), vocab_size=32_768)
+    numerics = Numerics.create("float32")
+    model, mesh = abstract_model(config, numerics), DeviceMesh().build()
+    draft = abstract_draft(config, numerics)
+
+    def measured(requests: int, blocks: int = 1) -> StepMemory:
+        settings = DraftSettings(3)
+        layout = cache_layout(config, numerics.formats, blocks, requests, settings)
+        ladder = BucketLadder((16,), (requests,), (1,), drafts=3, varlen=False)
+        return fullest_step(model, mesh, ladder, TOKENS, (draft, settings), layout)
+
+    few, many, pooled = measured(2), measured(8), measured(2, blocks=1000)
+    logits = 4 * 32_768  # bytes of a row
+    assert few.temporaries > 2 * 4 * logits and many.temporaries - few.temporaries > 6 * 4 * logits
+    assert "drafts of 2 sequences in 8 rows" in few.name or "drafting for 2" in few.name, few.name
+    assert many.buffers > few.buffers > IN_FLIGHT * 8 * config.hidden_size * 4, "hidden rows wait to be accepted"
+    assert pooled == few
 
 
 def test_a_pool_that_is_copied_would_be_seen() -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,8 @@ def busy() -> EngineMetrics:
     metrics.running, metrics.waiting = 2, 1
     metrics.blocks_total, metrics.blocks_used, metrics.blocks_cached, metrics.blocks_free = 24, 6, 4, 14
     metrics.prefix_queries, metrics.prefix_hits = 200, 128
+    counts = [np.array(each) for each in ([5, 5, 0], [3, 5, 0], [3, 1, 0], [0.5, 0.1, 0.0])]
+    metrics.drafts.add(*counts)
     metrics.first_token.observe(0.03)
     metrics.inter_token.observe(0.011, 7)
     times = {"arrived": 10.0, "started": 10.5, "first_token": 11.0, "ended": 14.0}
@@ -88,6 +91,13 @@ def test_every_number_is_rendered_under_its_name(busy: EngineMetrics) -> None:
     assert found["vllm:e2e_request_latency_seconds_count",] == 2
     assert found["di_jax:moe_lb",] == 1.25
     assert found["di_jax:model_flops_total",] == 9e5
+    assert found["vllm:spec_decode_num_drafts_total",] == 2
+    assert found["vllm:spec_decode_num_draft_tokens_total",] == 10
+    assert found["di_jax:spec_decode_num_verified_tokens_total",] == 8
+    assert found["vllm:spec_decode_num_accepted_tokens_total",] == 4 and found["di_jax:draft_accept_rate",] == 0.5
+    assert found["di_jax:draft_confidence_error",] == pytest.approx(0.6 / 8)
+    by_place = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", ("position", str(k))] for k in range(3)]
+    assert by_place == [2, 1, 1]
 
 
 def test_families_are_whole(busy: EngineMetrics) -> None:
@@ -112,7 +122,7 @@ def test_every_attribute_is_in_the_snapshot(busy: EngineMetrics) -> None:
     """So that a number that is counted can be read; the copy does not change."""
     plain = busy.snapshot()
     for name, value in vars(busy).items():
-        if name.startswith("_") or name == "peak_flops":
+        if name.startswith("_") or name in ("peak_flops", "drafts"):
             continue
         if isinstance(value, dict) and any(isinstance(one, Histogram) for one in value.values()):
             assert {f"{name}_{kind}" for kind in value} <= set(plain)
@@ -160,11 +170,12 @@ def test_the_status_line_tells_what_happened_since_the_last(caplog: pytest.LogCa
         assert caplog.messages == [quiet]
         metrics.prefix_queries, metrics.prefix_hits, metrics.preemptions = 400, 100, 2
         metrics.inter_token.observe(0.02, 10)
+        metrics.drafts.add(*(np.array(each) for each in ([5, 5], [5, 4], [3, 0], [0.1, 0.1])))
         now[0] = 20.0
         line.observe(report(DECODE, 30, moe_lb=1.5), metrics)
         assert caplog.messages[1] == (
             "prefill 0 tok/s, decode 10 tok/s, 3 running, 2 waiting, 8 of 24 blocks free, "
-            "prefix hits 25%, 2 preempted, itl 20.0 ms, moe_lb 1.500"
+            "prefix hits 25%, 2 preempted, itl 20.0 ms, 4.5 drafts verified, 1.5 accepted, moe_lb 1.500"
         )
         now[0] = 30.0
         line.observe(report(DECODE, 0), metrics)

@@ -550,6 +550,8 @@ def test_context_parallel_ranks_keep_the_same_rows(runner: ModelRunner, mesh: De
     axes = CacheLayout.logical_axes()
     for field in dataclasses.fields(EngineState):
         whole, part = getattr(state, field.name), getattr(expected, field.name)
+        if whole is None:
+            continue  # drafts: there are none
         axis = next(i for i, a in enumerate(axes[field.name]) if a in ("blocks", "slots"))
         for mine in np.split(whole, mesh.world, axis=axis):
             np.testing.assert_allclose(mine, part, rtol=0, atol=EXACT, err_msg=field.name)

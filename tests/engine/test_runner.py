@@ -217,6 +217,7 @@ class Compiling(ModelRunner):
     def __init__(self, compile_one: Callable[[int], None]) -> None:
         self._compiled = {}
         self._hidden_dtype, self._sampling = None, SimpleNamespace(jobs=lambda sequences, hidden: [])  # type: ignore
+        self._speculative = None
         self.compile_one = compile_one
 
     def compiled(self, bucket: Bucket, outputs: str = TOKENS) -> Any:
@@ -239,7 +240,7 @@ def test_a_warm_up_cut_short_waits_for_nobody(error: type[BaseException], caplog
         ended.set()
 
     with pytest.raises(error), caplog.at_level("WARNING"):
-        Compiling(compile_one).warm_up([Bucket(True, rows, 1) for rows in range(1, 20)])
+        Compiling(compile_one).warm_up([Bucket(True, rows, 1) for rows in range(1, 20)], workers=2)
     assert not ended.is_set()
     assert "in flight (2 at most) are compiled to the end" in caplog.text
     go_on.set()
@@ -377,5 +378,5 @@ def test_every_parameter_names_its_axes(quantized: bool) -> None:
     for path, leaf in parameter_paths(abstract_model(config, Numerics.create("bfloat16"))).items():
         assert len(leaf.get_metadata()["logical_axes"]) == len(leaf.get_value().shape), path
     for name, axes in CacheLayout.logical_axes().items():
-        layout = CacheLayout(REAL, CacheFormats.quantized(), 1, 1)
+        layout = CacheLayout(REAL, CacheFormats.quantized(), 1, 1, num_drafts=5)
         assert len(axes) == len(getattr(layout.abstract(), name).shape), name

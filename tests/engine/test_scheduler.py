@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from di_jax.engine.batch import Batch, DecodeBatch
 from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.data_rank import CacheRules, DataRank
+from di_jax.engine.draft_totals import DraftTotals
 from di_jax.engine.results import Results
 from di_jax.engine.runner import StepOutput
 from di_jax.engine.scheduler import LOOK_AHEAD, PATIENCE_S, Limits, Scheduler
@@ -48,16 +49,22 @@ class Driver:
         state_bytes: int = 0,
         max_sum_context: int | None = None,
         async_scheduling: bool = True,
+        drafts: int = 0,
     ) -> None:
         keep = rules.keep_tokens if rules is not None and rules.keep_tokens else None
         ladder = BucketLadder.derive(
-            max_num_batched_tokens=rows, max_num_seqs=seqs, max_context_blocks=context, cp=cp, keep_tokens=keep
+            max_num_batched_tokens=rows,
+            max_num_seqs=seqs,
+            max_context_blocks=context,
+            cp=cp,
+            keep_tokens=keep,
+            drafts=drafts,
         )
         self.snapshots = WindowStateCache(state_bytes)
         ledgers = [BlockManager(num_blocks, seqs, block_size, rank) for rank in range(dp * cp)]
-        ranks = [DataRank(ledgers[d * cp : (d + 1) * cp], context, rules, self.snapshots) for d in range(dp)]
+        ranks = [DataRank(ledgers[d * cp : (d + 1) * cp], context, rules, self.snapshots, drafts) for d in range(dp)]
         self.scheduler = Scheduler(ranks, ladder, Limits(tokens, max_sum_context, state_bytes > 0))
-        self.results = Results(self.scheduler, EOS, self._fail)
+        self.results = Results(self.scheduler, EOS, self._fail, DraftTotals())
         self.policy = StepPolicy()
         self.depth = 1 if async_scheduling else 0
         self.flights: deque[tuple[int, Batch | DecodeBatch]] = deque()
@@ -110,7 +117,9 @@ class Driver:
         if batch is None or not batch.num_sequences:
             return None
         need = batch.need(self.scheduler.ladder, self.scheduler.ledgers)
-        bucket = self.scheduler.ladder.bucket(kind == DECODE, need.rows, need.context_blocks, need.kept_rows)
+        bucket = self.scheduler.ladder.bucket(
+            kind == DECODE, need.rows, need.context_blocks, need.kept_rows, need.requests
+        )
         self.plans = batch.plans(bucket, range(len(self.scheduler.ledgers)))
         if isinstance(batch, DecodeBatch):
             batch.advance()
@@ -206,6 +215,32 @@ def test_a_time_budget_is_spent_on_a_whole_bucket(tokens: int, rows: int) -> Non
     driver.scheduler.ladder = dataclasses.replace(driver.scheduler.ladder, prefill_rows=(128, 512, 2048), kept_rows=())
     driver.add(5000)
     assert counts(driver.launch(PREFILL, tokens=tokens)) == [rows]
+
+
+def test_short_prompts_are_served_beside_a_long_one_however_small_the_step() -> None:
+    """Steps of one block cannot be split: the prompts take turns."""
+    driver = Driver(num_blocks=40, context=32)
+    (long,) = driver.add(3000)
+    driver.launch(PREFILL)
+    short = [driver.add(128, answer=2)[0] for _ in range(2)]
+    shared = [sequences(driver.launch(PREFILL)) for _ in range(5)]
+    assert shared == [[short[0]], [long], [short[1]], [long], [long]]
+    assert [s.status for s in short] == [Status.RUNNING] * 2 and long.num_computed == 4 * 128
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_prompts_of_falling_length_are_taken_in_a_few_at_a_time(dp: int) -> None:
+    """Each would take the tokens of the one before it."""
+    driver = Driver(rows=2048, tokens=2048, seqs=128, num_blocks=2048, context=16, dp=dp)
+    for at in range(200):
+        driver.add(1400 - 5 * at, answer=1)
+    batch = driver.launch(PREFILL)
+    assert sum(counts(batch)) == dp * 2048, "the steps are full"
+    assert driver.scheduler.num_running <= dp * 2 + LOOK_AHEAD
+    taken_in = Counter(s.status for s in driver.scheduler.running)[Status.PREFILL]
+    driver.launch(PREFILL)
+    assert driver.scheduler.num_running - taken_in <= dp * 2 + LOOK_AHEAD
+    driver.run()
 
 
 def test_the_sum_of_contexts_holds_but_for_the_first() -> None:
@@ -720,3 +755,75 @@ def test_prompts_that_settle_in_one_step_spread_over_the_context_ranks() -> None
     driver.launch()
     assert Counter(one.held[0].rank for one in many) == {0: 3, 1: 3}
     driver.run()
+
+
+# ---- drafts ----
+
+
+def with_drafts(*prompts: int, answer: int = 50, **fields: Any) -> Driver:
+    """Answers that decode, each of which has five drafts to verify; nothing is in flight."""
+    driver = Driver(rows=512, tokens=512, drafts=5, async_scheduling=False, **fields)
+    for prompt in prompts:
+        driver.add(prompt, answer)
+    while driver.scheduler.ranks[0].num_running < len(prompts) or driver.scheduler.ranks[0].prompts:
+        driver.launch(PREFILL)
+        driver.complete()
+    (table,) = driver.scheduler.ranks[0].tables
+    table.drafted[:] = True
+    return driver
+
+
+def caps(batch: Batch | DecodeBatch | None) -> list[int]:
+    """By prompt length."""
+    assert isinstance(batch, DecodeBatch)
+    (part,) = batch.parts
+    found: list[int] = part.caps[np.argsort([len(s.prompt_ids) for s in part.sequences])].tolist()
+    return found
+
+
+def test_drafts_get_blocks_where_there_are_some() -> None:
+    driver = with_drafts(10, 125, 126, num_blocks=4)
+    batch = driver.launch(DECODE)
+    assert driver.ledger.num_available == 0
+    # One of the two that may cross the end of their block finds another, the other stays inside its own.
+    assert caps(batch) in ([5, 5, 1], [5, 2, 5]) and not driver.scheduler.preemptions
+    full = with_drafts(10, 125, 126, num_blocks=3)
+    assert caps(full.launch(DECODE)) == [5, 2, 1] and not full.scheduler.preemptions
+
+
+def test_what_may_have_been_accepted_counts_as_fed() -> None:
+    """The step in flight may have come to the end of the block: the next one needs another."""
+    driver = with_drafts(122, num_blocks=2)
+    (table,) = driver.scheduler.ranks[0].tables
+    assert caps(driver.launch(DECODE)) == [5] and driver.ledger.num_available == 1
+    assert not driver.scheduler.is_short
+    table.drafted[:] = True
+    batch = driver.launch(DECODE)
+    assert caps(batch) == [5] and driver.ledger.num_available == 0, "122 + 6 + 5 is in the second block"
+    tight = with_drafts(122, num_blocks=1, answer=6)
+    assert caps(tight.launch(DECODE)) == [4], "its answer ends at 127"
+    assert not tight.scheduler.is_short
+
+
+def test_the_control_needs_the_block_before_its_row() -> None:
+    driver = with_drafts(122, num_blocks=1, context=1, answer=6)
+    (table,) = driver.scheduler.ranks[0].tables
+    table.capacity[:] = 200
+    table.ahead[:] = 6
+    assert driver.scheduler.is_short
+
+
+def test_window_state_is_asked_for_where_a_step_may_cross() -> None:
+    fields: dict[str, Any] = {"rules": EXACT, "state_bytes": 1000}
+    for prompt, ends in ((121, []), (122, [128]), (127, [128]), (128, [])):
+        driver = with_drafts(prompt, **fields)
+        driver.launch(DECODE)
+        assert [end for *_, end in driver.scheduler.chores.snapshots] == ends, prompt
+    driver = with_drafts(118, **fields)
+    driver.launch(DECODE)
+    assert not driver.scheduler.chores.snapshots
+    (table,) = driver.scheduler.ranks[0].tables
+    table.drafted[:] = True
+    driver.launch(DECODE)
+    # At 119 to 124, and up to five rows more.
+    assert [end for *_, end in driver.scheduler.chores.snapshots] == [128]

@@ -26,7 +26,7 @@ from di_jax.parallel.mesh import DeviceMesh
 PLAN = DeviceMesh(dp=2)
 LAYOUT = CacheLayout(TINY, CacheFormats.quantized(), num_blocks=24, num_slots=12)
 ENCODER = TINY.candidate_source_layer_id
-AXES = CacheLayout.logical_axes()
+AXES = {name: axes for name, axes in CacheLayout.logical_axes().items() if getattr(LAYOUT.abstract(), name) is not None}
 
 Host = dict[str, np.ndarray]
 

@@ -14,17 +14,23 @@ from di_jax.engine.allocation import allocate_reference
 from di_jax.engine.runtime_estimator import StepTimes
 from di_jax.engine.verification import (
     ENOUGH_BLOCKS,
-    FIRST_PAUSE,
     HISTORY,
     JUDGED_STEPS,
+    LEAST_PAUSE,
     LONGEST_PAUSE,
+    TRIAL_SHARE,
+    UNKNOWN_STEPS,
     DraftSwitch,
     RateLedger,
+    Round,
+    TypicalBlock,
     choose_rows,
     draft_caps,
     drafting_gain,
     expected_tokens,
     fill,
+    judged_steps,
+    pause_steps,
     survival,
 )
 
@@ -303,10 +309,22 @@ def test_early_stop_is_not_either() -> None:
 # -- whether drafting pays
 
 
-def test_a_gain_below_one_ends_drafting_for_a_stretch() -> None:
+def pauses_of(switch: DraftSwitch, requests: int, gain: float, steps: int) -> list[int]:
+    """Lengths of the pauses of so many steps that all have this gain; two steps pass until a block is known."""
+    drafted, unknown = [], UNKNOWN_STEPS
+    for _ in range(steps):
+        drafts = switch.next(requests, None if unknown else gain)
+        unknown = max(0, unknown - 1) if drafts else UNKNOWN_STEPS
+        drafted.append(drafts)
+    return [len(list(run)) for on, run in itertools.groupby(drafted) if not on][:-1]  # the last may be cut short
+
+
+@pytest.mark.parametrize(("requests", "judged"), [(1, 8), (8, 8), (64, 4), (128, 2), (1024, 2)])
+def test_a_gain_below_one_ends_drafting_for_a_stretch(requests: int, judged: int) -> None:
     switch = DraftSwitch()
-    steps = [switch.next(8, 0.9) for _ in range(JUDGED_STEPS - 1 + FIRST_PAUSE + 1)]
-    assert steps == [True] * (JUDGED_STEPS - 1) + [False] * FIRST_PAUSE + [True]
+    pause = pause_steps(0.9, judged + UNKNOWN_STEPS)
+    steps = [switch.next(requests, 0.9) for _ in range(judged - 1 + pause + 1)]
+    assert steps == [True] * (judged - 1) + [False] * pause + [True]
 
 
 def test_one_bad_block_does_not() -> None:
@@ -316,32 +334,96 @@ def test_one_bad_block_does_not() -> None:
 
 def test_what_is_not_known_is_drafted() -> None:
     switch = DraftSwitch()
-    assert all(switch.next(8, None) for _ in range(100))
+    assert all(switch.next(8, None) for _ in range(100)) and not switch.paused
 
 
-def test_a_batch_that_never_gains_drafts_about_one_step_in_a_hundred() -> None:
-    switch, unknown, drafted = DraftSwitch(), 0, []
-    for _ in range(40_000):
-        drafts = switch.next(8, None if unknown else 0.8)
-        unknown = 2 if not drafts else max(0, unknown - 1)  # two rounds until a block may be seen again
-        drafted.append(drafts)
-    tail = drafted[10_000:]
-    assert 0 < sum(tail) / len(tail) < 0.011
-    assert max(len(list(run)) for on, run in itertools.groupby(tail) if not on) == LONGEST_PAUSE
+@given(requests=st.integers(1, 512), gain=st.floats(0.2, 0.999))
+def test_trials_of_a_batch_that_never_gains_cost_one_percent(requests: int, gain: float) -> None:
+    pauses = pauses_of(DraftSwitch(), requests, gain, 12_000)
+    trial = judged_steps(requests) - 1 + UNKNOWN_STEPS  # the step of the verdict drafts no more
+    assert len(set(pauses)) == 1, "each is as long as the one before"
+    cost = trial * (1 / gain - 1) / pauses[0]
+    assert cost <= TRIAL_SHARE and (pauses[0] == LEAST_PAUSE or cost > 0.6 * TRIAL_SHARE)
 
 
-def test_drafting_returns_when_it_pays_or_the_batch_is_another() -> None:
+def test_pauses_are_bounded() -> None:
+    assert pause_steps(0.9999, 10) == LEAST_PAUSE and pause_steps(0.0, 10) == LONGEST_PAUSE
+    assert LEAST_PAUSE < pause_steps(0.9, 10) < pause_steps(0.5, 10) < LONGEST_PAUSE
+
+
+def test_drafting_returns_when_it_pays() -> None:
     switch = DraftSwitch()
     while switch.next(64, 0.8):
         pass
-    assert not switch.next(40, None)  # not yet another batch
-    assert switch.next(32, None)  # half as many
-    for _ in range(200):
-        assert switch.next(32, 1.3)
-    while switch.next(32, 0.8):
+    while not switch.next(64, None):
+        assert switch.paused or switch._last.pause == 0
+    assert all(switch.next(64, 1.3) for _ in range(200)) and not switch.paused
+
+
+def test_batches_of_another_size_have_a_verdict_of_their_own() -> None:
+    switch = DraftSwitch()
+    while switch.next(100, 0.5):
         pass
-    pause = 1 + len(list(itertools.takewhile(lambda drafts: not drafts, (switch.next(32, None) for _ in range(5000)))))
-    assert pause == FIRST_PAUSE  # success made the pauses short again
+    assert not switch.next(127, None) and not switch.next(64, None)  # of the same size
+    assert switch.next(63, None) and not switch.paused
+    assert all(switch.next(16, 1.3) for _ in range(50))
+    assert not switch.next(100, None) and switch.paused, "what was found before it drained still holds"
+
+
+# -- blocks that are not known
+
+
+def begun(known: list[list[bool]], value: float = 0.5) -> Round:
+    """A round of requests whose known blocks survive with `value`, then its square, ..."""
+    which = np.array(known)
+    block_ = np.cumprod(np.full(K, value, np.float32))
+    return Round(np.where(which[:, :, None], block_, np.float32(1)), which, np.zeros(which.shape[1], np.int64))
+
+
+def test_before_the_first_block_all_is_certain() -> None:
+    assert (TypicalBlock(K).fill(begun([[False, False]])) == 1).all()
+
+
+def test_what_a_request_is_known_for_stands_for_its_other_blocks() -> None:
+    typical, seen = TypicalBlock(K), begun([[True, False], [False, False]])
+    seen.survival[0, 0] = [0.9, 0.2, 0.1][:K] + [0.1] * max(0, K - 3)
+    filled = typical.fill(seen)
+    np.testing.assert_array_equal(filled[0, 0], seen.survival[0, 0])
+    np.testing.assert_allclose(filled[1, 0], seen.survival[0, 0], rtol=1e-6)
+    np.testing.assert_allclose(filled[:, 1], np.tile(seen.survival[0, 0], (2, 1)), rtol=1e-6)  # of the other request
+    assert (seen.survival[1] == 1).all(), "the round itself is as it was"
+
+
+def test_all_known_blocks_are_as_they_are() -> None:
+    seen = begun([[True] * 3] * 4)
+    assert TypicalBlock(K).fill(seen) is seen.survival
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.floats(0.1, 0.9)), min_size=1, max_size=20))
+def test_a_typical_block_is_a_mean_and_does_not_rise(rounds: list[tuple[int, float]]) -> None:
+    typical = TypicalBlock(K)
+    for requests, value in rounds:
+        typical.fill(begun([[True] * requests], value))
+    lowest, highest = min(v for _, v in rounds), max(v for _, v in rounds)
+    assert lowest - 1e-5 <= typical.survival[0] <= highest + 1e-5
+    assert (np.diff(typical.survival) <= 1e-6).all()
+    if rounds[-1][0] >= ENOUGH_BLOCKS:
+        assert typical.survival[0] == pytest.approx(rounds[-1][1], rel=1e-5), "so many outweigh all before"
+
+
+def test_a_batch_that_drafts_again_does_not_verify_everything() -> None:
+    """After a pause nothing is known, nor are most of the older blocks two steps later."""
+    requests, ledger, typical = 64, RateLedger(64, K), TypicalBlock(K)
+    slots, caps = np.arange(requests), np.full(requests, K)
+    table = times([requests, requests * (K + 1)], [1.0, 2.0])
+    weak, rows, raw = np.full((requests, K), 0.1, np.float32), [], []
+    for n in range(40):
+        now = ledger.schedule(slots)
+        rows.append(choose_rows(typical.fill(now), caps, table))
+        raw.append(choose_rows(now.survival, caps, table))
+        ledger.process(slots, now.owners, None if 10 <= n < 30 else weak)
+    assert rows[:2] == [requests * (K + 1)] * 2 and set(rows[2:]) == {requests}
+    assert requests * (K + 1) in raw[31:], "which the blocks as certain ones would"
 
 
 def test_gain_of_drafting() -> None:

@@ -177,6 +177,35 @@ def test_windows_end_at_their_start(bounds: tuple[int, ...], window_only: bool) 
     assert case.error(window_only=window_only) > 1e-3
 
 
+@pytest.mark.parametrize("formats", [PLAIN, QUANTIZED], ids=["plain", "quantized"])
+@pytest.mark.parametrize("tile", [8, 1])
+def test_what_blocks_hold_beside_the_selected_entries_counts_nowhere(tile: int, formats: CacheFormats) -> None:
+    """A block that is given anew holds what its last owner left. For rows that select less than top-k entries the first
+    entry is read in their place, which may not exist yet: 0 * NaN would be NaN. Control: a selected one."""
+    counts = (13, 8, 21) if tile > 1 else (1, 1, 1)
+    case = Case(prefill(0, 1, 40, counts=counts), tile, formats=formats)
+    first = case.first[2]
+    case.selected[case.selected[:, 0] == 0, 0] = -1  # nobody chose the first entry
+    case.selected[first] = [20, 21, 22, *[-1] * (TOP_K - 3)]
+    want = case.expected()
+    used = {
+        page_of(case.layout, case.source, piece.blocks, entry)
+        for piece, first in zip(case.pieces, case.first)
+        for row in range(first, first + piece.count)
+        for entry in case.selected[row][case.selected[row] >= 0].tolist()
+    }
+    keep = np.zeros(case.pool.shape[:2], bool)
+    keep[tuple(np.array(sorted(used)).T)] = True
+    poison = np.nan if np.issubdtype(case.pool.dtype, np.floating) else np.iinfo(case.pool.dtype).max
+    case.pool[~keep] = poison
+    assert np.isnan(np.asarray(formats.compressed.decode(jnp.asarray(case.pool[~keep][:1])))).any()
+    got = case.run()
+    assert max(np.abs(got[row] - value).max() for row, value in want.items()) < 1e-5
+    page = page_of(case.layout, case.source, case.pieces[2].blocks, 21)
+    case.pool[page] = poison
+    assert np.isnan(case.run()[first]).any()
+
+
 def test_a_window_that_is_one_row_off_is_seen() -> None:
     """Control: the oracle with the window one row shorter or longer."""
     case = Case(prefill(20, 33, 40), 8)

@@ -128,8 +128,8 @@ class Bench:
         model: Transformer = nnx.merge(self.target_graph, target)
         draft: DraftModel = nnx.merge(self.draft_graph, weights)
 
-        def choose(logits: Array, number: Array) -> Array:
-            return jnp.where(forced[:, number] >= 0, forced[:, number], dspark.greedy(logits, number))
+        def choose(logits: Array, number: Array) -> tuple[Array, None]:
+            return jnp.where(forced[:, number] >= 0, forced[:, number], dspark.greedy(logits, number)[0]), None
 
         context = draft.context(jnp.asarray(SLOTS), start, state, self.layout)
         return draft(model, anchor, start, context, choose=choose, valid=valid)
@@ -318,7 +318,7 @@ def test_markov_bias_and_confidence_depend_on_the_previous_token(
 
 
 def test_taps_of_a_later_layer_are_seen(bench: Bench, whole: list[Step]) -> None:
-    """Control: the off-by-one of other readings of the config (dspark 1.2)."""
+    """Control: the off-by-one of other readings of the config (dspark 1.2, T12)."""
     late, _ = bench.replay(whole, taps="late", count=2)
     assert min(bench.error(late, prompt) for prompt in PROMPTS) > 0.05
 
@@ -351,7 +351,7 @@ def test_other_masks_are_seen(
     mask: Callable[[Array, int], Array],
     prompts: tuple[str, ...],
 ) -> None:
-    """Control. The short prompt and its block fit one window, so that sliding drops nothing of it."""
+    """Control (T11). The short prompt and its block fit one window, so that sliding drops nothing of it."""
     expected, state = bench.replay(whole, count=1)
     monkeypatch.setattr(dspark, "visible_keys", mask)
     wrong = bench.draft_at(0, state, block=jax.jit(lambda *given: bench.block(*given)))
@@ -387,7 +387,7 @@ def test_gradients() -> None:
         draft: DraftModel = nnx.merge(graph, weights)
         keys = draft.context_kv(taps, start - WINDOW + jnp.arange(WINDOW))[:, None]
         context = dspark.DraftContext(keys, jnp.ones((1, WINDOW), bool))
-        block = draft(target, anchor, start, context, choose=lambda logits, number: wanted[:, number])
+        block = draft(target, anchor, start, context, choose=lambda logits, number: (wanted[:, number], None))
         logp = jax.nn.log_softmax(block.logits)
         return -jnp.mean(jnp.take_along_axis(logp, wanted[..., None], axis=-1)) + jnp.mean(block.score**2)
 
@@ -539,7 +539,8 @@ def test_a_layout_without_rings_is_refused() -> None:
 
 
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
-    assert dspark.greedy(jnp.asarray([[0.0, 2.0, 2.0], [-1.0, -1.0, -1.0]]), jnp.int32(0)).tolist() == [1, 0]
+    token, kept = dspark.greedy(jnp.asarray([[0.0, 2.0, 2.0], [-1.0, -1.0, -1.0]]), jnp.int32(0))
+    assert token.tolist() == [1, 0] and kept is None
 
 
 def test_confidence() -> None:

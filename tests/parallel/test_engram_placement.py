@@ -206,7 +206,7 @@ def test_the_plan_counts_them_as_host_memory(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("platform", "placement", "expected"),
-    [("gpu", "host", "gpu,cpu"), ("gpu", "device", "gpu"), ("cpu", "host", "cpu")],
+    [("tpu", "host", "tpu,cpu"), ("tpu", "device", "tpu"), ("cpu", "host", "cpu"), ("gpu", "host", "")],
 )
 def test_a_named_platform_leaves_the_cpu_to_callbacks(
     monkeypatch: pytest.MonkeyPatch, platform: str, placement: str, expected: str

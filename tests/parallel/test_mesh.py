@@ -62,7 +62,7 @@ def test_every_parameter_and_state_array_has_a_spec() -> None:
         if any(spec):
             spread.add(path.rpartition(".")[0].rpartition(".")[0] if "experts" in path else path.partition(".")[0])
     assert spread == {"layers.ffn.experts", "engram_tables"}
-    layout = CacheLayout(TINY, numerics.formats, 3, 2)
+    layout = CacheLayout(TINY, numerics.formats, 3, 2, num_drafts=5)
     state = layout.abstract()
     for name, logical in layout.logical_axes().items():
         assert len(getattr(state, name).shape) == len(logical)

@@ -59,6 +59,23 @@ def test_a_platform_that_is_not_there(monkeypatch: pytest.MonkeyPatch, platform:
     assert f"[{extra}]" in message and "'rocm'" in message and "JAX_PLATFORMS" not in message
 
 
+def test_jax_is_not_asked_for_a_gpu_by_that_name(
+    monkeypatch: pytest.MonkeyPatch, settings_kept: list[tuple[str, Any]]
+) -> None:
+    """It would want cuda and rocm both. What it finds by itself has to be one, though."""
+    config = Config().with_values({"platform.name": "gpu"})
+    configure_jax(config)
+    assert ("jax_platforms", "") in settings_kept
+    for found, ok in (("gpu", True), ("cpu", False)):
+        device = SimpleNamespace(platform=found, device_kind="some kind")
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        if ok:
+            assert require_devices(config)
+        else:
+            with pytest.raises(ConfigError, match=r"platform\.name: 'gpu': no GPU backend .* found cpu"):
+                require_devices(config)
+
+
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="abacus")])
     with pytest.raises(ConfigError) as caught:

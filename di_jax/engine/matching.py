@@ -1,0 +1,102 @@
+"""Answers that must match something, a grammar for example: which ids each row of a step may give.
+
+A matcher lives on the host and sees what was emitted. A step's tokens are therefore drawn only once the results of the
+step before are in; the model itself runs meanwhile. Drafts are looked at one after the other: row j of a sequence may
+give what can follow its answer and the drafts x_1..x_j (dspark 2.6). A draft that is not allowed is never accepted, so
+the rows behind it do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+
+from di_jax.engine.batch import Batch, DecodeBatch
+from di_jax.engine.sequence import Sequence, Status
+from di_jax.engine.step_plan import Bucket
+
+MASK_DTYPE = np.dtype(np.int32)
+MASK_BITS = 32
+
+
+class Matcher(Protocol):
+    """What an answer has to match, and how much of it the answer has matched so far."""
+
+    def allowed(self) -> np.ndarray:
+        """bool [V]: ids that may come next; at least one."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Goes on with a token; False, and nothing changes, when it is not allowed."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Takes the last `count` accepted tokens back."""
+        ...
+
+
+class Matching:
+    """The masks of steps. vocab_size: V."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.words = -(-vocab_size // MASK_BITS)
+
+    def concerns(self, batch: Batch | DecodeBatch) -> bool:
+        """Whether a sequence of the step has a matcher and is given a token."""
+        return any(sequence.matcher is not None for sequence in _drawn(batch))
+
+    def masks(self, batch: Batch | DecodeBatch, rank: int, bucket: Bucket) -> np.ndarray:
+        """int32 [R, rows, ceil(V / 32)]: ids that each row of a rank's sequences may give, bit i of word w for id
+        32 w + i; rows: 1 and the drafts. The results of the steps before must be in."""
+        masks = np.full((bucket.sequences, 1 + bucket.drafts, self.words), -1, MASK_DTYPE)
+        for place, sequence in _places(batch, rank):
+            if sequence.matcher is None or sequence.status is not Status.RUNNING:
+                continue
+            drafts = sequence.drafts if bucket.drafts else ()
+            for row, allowed in enumerate(rows_allowed(sequence.matcher, drafts)):
+                masks[place, row] = pack_mask(allowed, self.words)
+        return masks
+
+
+def rows_allowed(matcher: Matcher, drafts: SequenceOf[int]) -> Iterator[np.ndarray]:
+    """bool [V] of each row until a draft is not allowed; afterwards the matcher is where it was."""
+    accepted = 0
+    try:
+        yield matcher.allowed()
+        for draft in drafts:
+            if draft < 0 or not matcher.accept(draft):
+                return
+            accepted += 1
+            yield matcher.allowed()
+    finally:
+        matcher.rollback(accepted)
+
+
+def pack_mask(allowed: np.ndarray, words: int) -> np.ndarray:
+    """int32 [words] of bool [V]; bits beyond V are 0."""
+    bits = np.zeros(words * MASK_BITS, bool)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view("<i4").astype(MASK_DTYPE)
+
+
+def _drawn(batch: Batch | DecodeBatch) -> Iterator[Sequence]:
+    if isinstance(batch, DecodeBatch):
+        for part in batch.parts:
+            yield from part.sequences
+    else:
+        yield from (work.sequence for work in batch.work if work.chunk.sample)
+
+
+def _places(batch: Batch | DecodeBatch, rank: int) -> Iterator[tuple[int, Sequence]]:
+    """Places among a rank's sequences of the step, of those that are given a token."""
+    if isinstance(batch, DecodeBatch):
+        for part in batch.parts:
+            if part.rank == rank:
+                yield from enumerate(part.sequences)
+    else:
+        own = [work for work in batch.work if rank in work.chunks]
+        yield from ((place, work.sequence) for place, work in enumerate(own) if work.chunk.sample)

@@ -1,0 +1,187 @@
+"""Speculative decoding as the host runs it: how many drafts a step verifies, whether it drafts, and what came of both
+(dspark 3). The decisions are those of `engine.verification`; here they meet batches, ranks and processes.
+
+A step N verifies the drafts of step N - 1 while the host knows what step N - 2 drafted; step N - 1 may still run. So
+the number of rows follows from older confidences, and which drafts get them is for the device to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from di_jax.engine.batch import Batch, DecodeBatch, DecodePart
+from di_jax.engine.extra_sampling import NEUTRAL, OF_REQUEST
+from di_jax.engine.runner import StepOutput
+from di_jax.engine.runtime_estimator import ForwardRuntimeEstimator, SamplerRuntimeEstimator, StepTimes
+from di_jax.engine.sampling_programs import NO_SLOT
+from di_jax.engine.slot_table import SlotTable
+from di_jax.engine.speculative_programs import DRAFT_COLUMNS
+from di_jax.engine.step_plan import Bucket, BucketLadder
+from di_jax.engine.step_profile import StepProfile
+from di_jax.engine.verification import (
+    DraftSwitch,
+    RateLedger,
+    TypicalBlock,
+    choose_rows,
+    drafting_gain,
+    expected_tokens,
+    fill,
+)
+
+# By rank: the slots whose round a step is, and their owners.
+Rounds = dict[int, tuple[np.ndarray, np.ndarray]]
+
+# Of expected tokens, which the processes tell each other as whole numbers.
+FRACTIONS = 1024
+_TRUNCATION = [OF_REQUEST.index(name) for name in ("min_p", "top_k", "top_p")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """What the ranks of this process, or all together, expect of a step: tokens, in FRACTIONS, of `requests`; of how
+    many of these earlier drafts are known; and the most sequences of one rank that could draft after it."""
+
+    tokens: int = 0
+    requests: int = 0
+    known: int = 0
+    drafters: int = 0
+
+    def numbers(self) -> list[int]:
+        return [self.tokens, self.requests, self.known, self.drafters]
+
+    @classmethod
+    def of_all(cls, numbers: np.ndarray) -> Outlook:
+        """From `numbers` of every process, int [processes, 4]."""
+        tokens, requests, known = numbers[:, :3].sum(axis=0).tolist()
+        return cls(tokens, requests, known, int(numbers[:, 3].max()))
+
+
+class Speculation:
+    """The books of one engine. tables: of this process's ranks. profile: what steps take, the same in all processes;
+    None where every step verifies all that it can."""
+
+    def __init__(self, ladder: BucketLadder, tables: Mapping[int, SlotTable], profile: StepProfile | None) -> None:
+        self.ladder, self.tables = ladder, tables
+        self.ledgers = {rank: RateLedger(len(t.sequences), ladder.drafts) for rank, t in tables.items()}
+        rows = sorted({rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)})
+        self.profile = profile
+        self.forward = ForwardRuntimeEstimator(rows, {} if profile is None else profile.forward)
+        self.sampling = SamplerRuntimeEstimator(None if profile is None else profile.sampling)
+        self.drafting = SamplerRuntimeEstimator(None if profile is None else profile.drafting)
+        self._plain = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
+        self.switch = DraftSwitch()
+        self.typical = TypicalBlock(ladder.drafts)
+
+    # -- planning
+
+    def plan(self, batch: DecodeBatch) -> DecodeBatch:
+        """The batch with the rows that each rank would verify."""
+        return dataclasses.replace(batch, parts=[self._part(part) for part in batch.parts])
+
+    def _part(self, part: DecodePart) -> DecodePart:
+        now = self.ledgers[part.rank].schedule(part.slots)
+        now = now._replace(survival=self.typical.fill(now))
+        requests = self.ladder.decode_rung(len(part.slots))
+        rows = choose_rows(now.survival, part.caps, self._times(self.forward, requests))
+        return dataclasses.replace(part, round=now, rows=rows)
+
+    def _times(self, forward: ForwardRuntimeEstimator, requests: int) -> StepTimes:
+        """Of steps of so many sequences, by their rows. Where there is no choice, nothing is known."""
+        rows = np.array(self.ladder.verify_rows(requests), np.int64)
+        every = forward.times(self.sampling.seconds(requests) + self.drafting.seconds(requests))
+        seconds = None if every.seconds is None else every.seconds[np.searchsorted(every.rows, rows)]
+        return StepTimes(rows, seconds)
+
+    def outlook(self, batch: Batch | DecodeBatch) -> Outlook:
+        """Of this process."""
+        if isinstance(batch, Batch):
+            return Outlook(drafters=max(map(len, self._sampled(batch).values()), default=0))
+        tokens, requests, known = 0.0, 0, 0
+        for part in batch.parts:
+            assert part.round is not None
+            tokens += expected_tokens(part.round.survival, part.caps, fill(part.rows, part.caps))
+            requests += len(part.slots)
+            known += int(part.round.known[0].sum())
+        return Outlook(round(tokens * FRACTIONS), requests, known, max((len(p.slots) for p in batch.parts), default=0))
+
+    def drafts(self, outlook: Outlook, bucket: Bucket) -> bool:
+        """Whether the step that is about to be launched drafts. outlook: of all processes. Once for every step."""
+        if not outlook.drafters:
+            return False
+        if not bucket.decode or self.profile is None:
+            return not self.switch.paused
+        gain = None
+        if 2 * outlook.known >= outlook.requests:
+            times = self._times(self._plain, bucket.requests)
+            seconds, plain = times.at(bucket.rows), times.at(int(times.rows[0]))
+            assert seconds is not None and plain is not None
+            plain -= self.drafting.seconds(bucket.requests)
+            gain = drafting_gain(outlook.tokens / FRACTIONS, seconds, outlook.requests, plain)
+        return self.switch.next(outlook.requests, gain)
+
+    # -- drafting
+
+    def rows(self, batch: Batch | DecodeBatch, ranks: SequenceOf[int], outlook: Outlook) -> list[np.ndarray]:
+        """What the draft of a step needs, int32 [columns, R] for each of `ranks`; marks its sequences as drafted. Call
+        when the step was launched."""
+        slots = {p.rank: p.slots for p in batch.parts} if isinstance(batch, DecodeBatch) else self._sampled(batch)
+        requests = self.ladder.decode_rung(outlook.drafters)
+        nothing = np.zeros(0, np.int64)
+        return [self._draft_rows(rank, slots.get(rank, nothing), requests) for rank in ranks]
+
+    def _draft_rows(self, rank: int, slots: np.ndarray, requests: int) -> np.ndarray:
+        table, n = self.tables[rank], len(slots)
+        rows = np.zeros((len(DRAFT_COLUMNS), requests), np.int32)
+        column = dict(zip(DRAFT_COLUMNS, rows, strict=True))
+        column["slot"][:] = NO_SLOT
+        column["slot"][:n] = slots
+        column["origin"][:n] = table.origin[slots]
+        column["temperature"][:n] = table.temperature[slots].view(np.int32)
+        column["seed_low"][:n], column["seed_high"][:n] = table.seed_low[slots], table.seed_high[slots]
+        for name, at in zip(("min_p", "top_k", "top_p"), _TRUNCATION, strict=True):
+            column[name][:] = NEUTRAL[at]
+            column[name][:n] = table.numbers[slots, at]
+        table.drafted[slots] = True
+        return rows
+
+    def _sampled(self, batch: Batch) -> dict[int, np.ndarray]:
+        """Slots of the sequences that a prefill step gives a token and that go on, by rank."""
+        found: dict[int, list[int]] = {}
+        for rank, _, work in batch.results():
+            slot = work.chunk.slot
+            if work.chunk.sample and self.tables[rank].left[slot] > 0:
+                found.setdefault(rank, []).append(slot)
+        return {rank: np.array(slots) for rank, slots in found.items()}
+
+    # -- rounds
+
+    def begin(self, batch: Batch | DecodeBatch) -> Rounds:
+        """A step was launched. To the sequences that it samples a prefill step is a round like any other."""
+        if isinstance(batch, DecodeBatch):
+            return {part.rank: (part.slots, part.round.owners) for part in batch.parts if part.round is not None}
+        rounds: Rounds = {}
+        for rank, slots in self._sampled(batch).items():
+            self.ledgers[rank].reset(slots)
+            rounds[rank] = slots, self.ledgers[rank].schedule(slots).owners
+        return rounds
+
+    def completed(self, rounds: Rounds, outputs: Mapping[int, StepOutput]) -> None:
+        """The results of a step are in. rounds: of its `begin`."""
+        for rank, (slots, owners) in rounds.items():
+            draft = outputs[rank].draft
+            confidence = None if draft is None else np.asarray(draft.confidence)[: len(slots)]
+            self.ledgers[rank].process(slots, owners, confidence)
+            for place, slot in enumerate(slots.tolist()):
+                sequence = self.tables[rank].sequences[slot]
+                if sequence is not None and sequence.matcher is not None:
+                    sequence.drafts = [] if draft is None else draft.token[place].tolist()
+
+    def observe(self, bucket: Bucket, seconds: float, drafted: bool) -> None:
+        """A decode step took so long."""
+        seconds -= self.sampling.seconds(bucket.requests)
+        seconds -= self.drafting.seconds(bucket.requests) if drafted else 0.0
+        self.forward.observe(bucket.rows, max(seconds, 0.0))

@@ -1,0 +1,142 @@
+"""What decode steps with drafts take on this machine, measured when the engine starts (dspark 3.5).
+
+A step is three programs, and its time is taken as the sum of three curves:
+
+    seconds(R requests, T rows) = forward(T) + sampling(R) + drafting(R)
+
+Accepting takes longer the more rows it looks at: what it takes beyond a step that verifies nothing is in `forward`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from di_jax.engine.extra_sampling import NEUTRAL, OF_REQUEST
+from di_jax.engine.runner import ModelRunner
+from di_jax.engine.sampling_programs import NO_SLOT
+from di_jax.engine.slot_table import idle_plan
+from di_jax.engine.speculative_programs import DRAFT_COLUMNS
+from di_jax.engine.step_plan import FREE_TOKEN, Bucket, BucketLadder, StepPlan
+from di_jax.engine.verification import fill
+from di_jax.parallel import processes
+
+RUNS = 5  # of every shape, after one that does not count
+FASTEST = 3  # of them count: what disturbs a run only makes it slower
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Seconds, the same in all processes: of the slowest one."""
+
+    forward: dict[int, float]  # by rows of a decode shape
+    sampling: dict[int, float]  # by requests: accepting where nothing is verified
+    drafting: dict[int, float]  # by requests
+
+
+def measure(
+    runner: ModelRunner, ladder: BucketLadder, *, clock: Callable[[], float] = time.perf_counter
+) -> StepProfile:
+    """Times verify, accept and draft of every decode shape of `ladder` over its shortest contexts. Collective.
+
+    Every shape decodes as many sequences as it holds and there are slots for, from empty caches on. The shapes take
+    turns, so that a machine that is slow for a while is so to all of them. Leaves the state empty
+    (`ModelRunner.resets`). To be called when nothing is in the caches and all shapes are compiled. clock: seconds.
+    """
+    shapes = [
+        ladder.bucket(True, rows, ladder.context_blocks[0], requests=requests)
+        for requests in ladder.decode_rows
+        for rows in ladder.verify_rows(requests)
+    ]
+    turns = [bucket for _ in range(RUNS + 1) for bucket in shapes]
+    try:
+        with tqdm(turns, desc="timing decode steps", unit="step", disable=None, file=sys.stderr) as bar:
+            times = np.array([_time(runner, bucket, clock) for bucket in bar], np.float64)
+    finally:
+        runner.reset()
+    own = typical(times.reshape(RUNS + 1, len(shapes), 3)[1:])
+    everyones = processes.current().gather(own.reshape(-1), "the times of decode steps")
+    return profile_of(shapes, everyones.max(axis=0).reshape(own.shape))
+
+
+def typical(runs: np.ndarray) -> np.ndarray:
+    """Of float64 [runs, ...] the mean of the fastest."""
+    fastest: np.ndarray = np.sort(runs, axis=0)[:FASTEST].mean(axis=0)
+    return fastest
+
+
+def profile_of(shapes: Sequence[Bucket], seconds: np.ndarray) -> StepProfile:
+    """From the times float64 [shapes, 3] of verify, accept and draft of each shape.
+
+    Shapes of as many rows share the longest of their times; drafting does not depend on the rows, and the mean counts.
+    """
+    forward: dict[int, float] = {}
+    sampling: dict[int, float] = {}
+    drafting: dict[int, list[float]] = {}
+    for bucket, (_, accept, draft) in sorted(zip(shapes, seconds.tolist(), strict=True), key=lambda x: x[0].rows):
+        sampling.setdefault(bucket.requests, accept)
+        drafting.setdefault(bucket.requests, []).append(draft)
+    for bucket, (verify, accept, _) in zip(shapes, seconds.tolist(), strict=True):
+        whole = verify + max(0.0, accept - sampling[bucket.requests])
+        forward[bucket.rows] = max(whole, forward.get(bucket.rows, 0.0))
+    return StepProfile(
+        dict(sorted(forward.items())),
+        dict(sorted(sampling.items())),
+        {requests: sum(each) / len(each) for requests, each in sorted(drafting.items())},
+    )
+
+
+def _time(runner: ModelRunner, bucket: Bucket, clock: Callable[[], float]) -> list[float]:
+    """Seconds of verify, accept and draft of one step, which begins with drafts, so that there is what to verify."""
+    runner.reset()  # lengths begin at 0: no shape gets to the end of its context
+    ranks, layout = len(runner.local_ranks), runner.layout
+    requests = min(bucket.requests, layout.num_slots)
+    plans = [_plan(bucket, requests, layout.num_blocks, layout.block_size)] * ranks
+    rows = [_draft_rows(bucket.requests, requests)] * ranks
+
+    def done(result: object) -> float:
+        jax.block_until_ready((runner.state, result))
+        return clock()
+
+    done(None)
+    began = clock()
+    drafted = done(runner.draft(rows))
+    verification = runner.verify(plans)
+    verified = done(verification)
+    accepted = done(runner.accept(verification))
+    return [verified - drafted, accepted - verified, drafted - began]
+
+
+def _plan(bucket: Bucket, requests: int, num_blocks: int, block_size: int) -> StepPlan:
+    """A step that verifies as many drafts of the first slots as it has rows for. Sequences may share blocks: what is
+    computed does not matter."""
+    plan = idle_plan(bucket)
+    view = bucket.unpack(plan.buffer)
+    own = slice(0, requests)
+    view["cap"][own] = bucket.drafts
+    view["budget"][:] = fill(bucket.rows, view["cap"][own])
+    view["slot"][own] = view["seed_low"][own] = np.arange(requests)
+    view["capacity"][own] = bucket.context_blocks * block_size
+    view["temperature"].view(np.float32)[own] = 1.0
+    view["forced"][:] = FREE_TOKEN
+    view["block_table"][own] = np.arange(requests * bucket.context_blocks).reshape(requests, -1) % num_blocks
+    return plan
+
+
+def _draft_rows(rows: int, requests: int) -> np.ndarray:
+    """int32 [columns, rows]: drafts for the sequences of `_plan`."""
+    made = np.zeros((len(DRAFT_COLUMNS), rows), np.int32)
+    column = dict(zip(DRAFT_COLUMNS, made, strict=True))
+    column["slot"][:] = NO_SLOT
+    column["slot"][:requests] = column["seed_low"][:requests] = np.arange(requests)
+    column["temperature"].view(np.float32)[:requests] = 1.0
+    for name in OF_REQUEST:
+        if name in column:
+            column[name][:] = NEUTRAL[OF_REQUEST.index(name)]
+    return made

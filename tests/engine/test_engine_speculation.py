@@ -1,0 +1,369 @@
+"""Speculation through the engine, over the golden tiny model: whatever is drafted and verified, answers are those of
+plain decoding (dspark 7: T1, T2, T3, T17, T19, T20, T25). Without cache quantizers, in float32, without replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from fake_session import ids
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_engine_answers import GREEDY, Arrival, Model, arrivals, config_of, drain, run_mix, same
+
+from di_jax.engine import engine as engine_module
+from di_jax.engine.cache_chores import Pending
+from di_jax.engine.engine import Engine
+from di_jax.engine.runner import ModelRunner
+from di_jax.engine.setup import build_engine_parts
+from di_jax.engine.step_plan import BucketLadder
+from di_jax.engine.step_profile import StepProfile
+from di_jax.sampling_params import SamplingParams
+
+DRAFTS = 5
+
+
+def flat(runner: ModelRunner, ladder: BucketLadder) -> StepProfile:
+    """Steps that take as long whatever they verify."""
+    return profile(ladder, 0.0)
+
+
+def steep(runner: ModelRunner, ladder: BucketLadder) -> StepProfile:
+    """Steps of which each row takes long: the budget varies, and drafting soon ceases for a while."""
+    return profile(ladder, 1.0)
+
+
+def profile(ladder: BucketLadder, per_row: float) -> StepProfile:
+    rows = [rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)]
+    each = dict.fromkeys(ladder.decode_rows, 1e-4)
+    return StepProfile({n: 1e-3 * (1 + per_row * n) for n in sorted(rows)}, each, each)
+
+
+@dataclasses.dataclass
+class Speculating(Model):
+    """A warm runner with drafts. plain: the same model without; answers are compared with what it gives alone."""
+
+    plain: Model | None = None
+    truth: float = 0.0  # the share of drafts that are made right
+    rng: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(5))
+
+    def engine(self, num_blocks: int | None = None, **changes: Any) -> Engine:
+        engine = super().engine(num_blocks, **changes)
+        if self.truth:
+            with_oracle(engine, self)
+        return engine
+
+    def alone(self, prompt: list[int], sampling: SamplingParams, index: int = 0) -> tuple[list[int], list[float]]:
+        assert self.plain is not None
+        return self.plain.alone(prompt, sampling, index)
+
+
+def with_oracle(engine: Engine, model: Speculating) -> None:
+    """Random weights draft badly: this puts right tokens into the slots after every draft."""
+    runner, drafted = engine.runner, ModelRunner.draft
+
+    def draft(rows: Sequence[np.ndarray]) -> Any:
+        output = drafted(runner, rows)
+        tokens, length = (np.array(a) for a in (runner.state.draft_token, runner.state.length))
+        table = engine.scheduler.ranks[0].tables[0]
+        for slot, sequence in enumerate(table.sequences):
+            if sequence is None or sequence.request is None or tokens[slot, 0] < 0:
+                continue
+            request = sequence.request
+            known, _ = model.alone(request.prompt_ids, request.sampling, sequence.index)  # on a runner of its own
+            first = int(length[slot]) + 1 - len(sequence.prompt_ids)
+            for at, right in enumerate(known[first : first + DRAFTS]):
+                if model.rng.random() < model.truth:
+                    tokens[slot, at] = right
+        runner.state = runner.state.replace(draft_token=jax.device_put(tokens, runner.state.draft_token.sharding))
+        return output
+
+    runner.draft = draft  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def plain(golden: Path) -> Iterator[Model]:
+    config = config_of(golden)
+    made = Model(build_engine_parts(config), config.engine)
+    made.engine()
+    yield made
+
+
+def speculating(golden: Path, plain: Model, **speculative: Any) -> Speculating:
+    config = config_of(golden).with_values({f"speculative.{k}": v for k, v in {"enabled": True, **speculative}.items()})
+    made = Speculating(build_engine_parts(config), config.engine, plain=plain)
+    made.engine()
+    return made
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module.step_profile, "measure", flat)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def model(golden: Path, plain: Model, patched: pytest.MonkeyPatch) -> Speculating:
+    return speculating(golden, plain)
+
+
+@pytest.fixture(scope="module")
+def coupled(golden: Path, plain: Model, patched: pytest.MonkeyPatch) -> Speculating:
+    return speculating(golden, plain, coupled=True)
+
+
+CHANGES = st.fixed_dictionaries(
+    {
+        "async_scheduling": st.sampled_from([True, True, False]),
+        "prefix_caching": st.sampled_from([True, True, False]),
+        "state_cache_bytes": st.sampled_from([2**30, 2**30, 300_000, 0]),
+    }
+)
+
+
+def greedy(mix: list[Arrival]) -> list[Arrival]:
+    return [dataclasses.replace(a, sampling=dataclasses.replace(a.sampling, temperature=0.0)) for a in mix]
+
+
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@given(
+    mix=arrivals(),
+    num_blocks=st.sampled_from([4, 5, 7, 16]),
+    changes=CHANGES,
+    truth=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    curve=st.sampled_from([flat, steep]),
+)
+def test_any_greedy_mix_is_answered_as_each_request_alone(
+    model: Speculating,
+    patched: pytest.MonkeyPatch,
+    mix: list[Arrival],
+    num_blocks: int,
+    changes: dict[str, Any],
+    truth: float,
+    curve: Any,
+) -> None:
+    model.truth = truth
+    with patched.context() as patch:
+        patch.setattr(engine_module.step_profile, "measure", curve)
+        run_mix(model, greedy(mix), num_blocks, changes)
+
+
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@given(
+    mix=arrivals(),
+    num_blocks=st.sampled_from([5, 16]),
+    changes=CHANGES,
+    truth=st.sampled_from([0.0, 0.7]),
+    curve=st.sampled_from([flat, steep]),
+)
+def test_coupled_answers_depend_on_their_seed_alone(
+    coupled: Speculating,
+    patched: pytest.MonkeyPatch,
+    mix: list[Arrival],
+    num_blocks: int,
+    changes: dict[str, Any],
+    truth: float,
+    curve: Any,
+) -> None:
+    """T25: sampled too, with any companions, drafts, lengths and schedule."""
+    coupled.truth = truth
+    with patched.context() as patch:
+        patch.setattr(engine_module.step_profile, "measure", curve)
+        run_mix(coupled, mix, num_blocks, changes)
+
+
+LONG = dataclasses.replace(GREEDY, max_tokens=40)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_right_drafts_save_steps(model: Speculating, asynchronous: bool) -> None:
+    """Six tokens a step, prefill's one first, and the books say so."""
+    model.truth = 1.0
+    engine = model.engine(async_scheduling=asynchronous)
+    request = engine.add_request(ids(90, 3, 500), LONG)
+    drain(engine)
+    (sequence,) = request.sequences
+    assert same(sequence, model.alone(request.prompt_ids, LONG)) and len(sequence.output_ids) == 40
+    assert sequence.decode_steps == 7 and sequence.accepted == 32  # 39 = 6 x 6 + 3: the last step needs two drafts
+    assert (sequence.drafted, sequence.verified) == (35, 32)
+    metrics = request.metrics()
+    assert metrics["accepted_tokens"] == 32 and 0 <= (metrics["confidence_error"] or 0) <= 1
+
+
+def test_preemptions_hits_and_forks_change_no_answer(model: Speculating) -> None:
+    model.truth = 0.6
+    crowd = [Arrival(0, 0, 118 - number, dataclasses.replace(GREEDY, max_tokens=24), None) for number in range(3)]
+    later = [
+        Arrival(3, 120, 30, dataclasses.replace(LONG, n=3), None),
+        Arrival(40, 140, 60, dataclasses.replace(LONG, n=2), None),
+        Arrival(45, 118, 3, LONG, 6),
+    ]
+    engine = run_mix(model, crowd + later, 5, {})
+    assert engine.scheduler.preemptions and engine.metrics.prefix_hits and engine.scheduler.ledgers[0].evictions
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("first", "said"), [(100, 40), (120, 20), (126, 9), (200, 90)])
+def test_the_next_turn_goes_on_from_what_was_speculated(
+    model: Speculating, truth: float, first: int, said: int
+) -> None:
+    """Blocks and window state of speculated positions are those of plain decoding: snapshots are taken while the
+    window still ends at the block's end."""
+    model.truth = truth
+    prompt, sampling = ids(first, 70 + first, 500), dataclasses.replace(GREEDY, max_tokens=said)
+    engine = model.engine()
+    one = engine.add_request(prompt, sampling)
+    drain(engine)
+    assert same(one.sequences[0], model.alone(prompt, sampling))
+    turn = prompt + one.sequences[0].output_ids + ids(60, 71, 500)
+    two = engine.add_request(turn, GREEDY)
+    drain(engine)
+    assert two.sequences[0].num_cached_tokens == (first + said) // 128 * 128
+    assert same(two.sequences[0], model.alone(turn, GREEDY))
+
+
+def test_a_snapshot_kept_late_is_seen(model: Speculating, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: of the snapshots that were taken because a step might cross, one of a step that came after."""
+    model.truth = 1.0
+    prompt, sampling = ids(120, 190, 500), dataclasses.replace(GREEDY, max_tokens=30)
+    engine = model.engine()
+    keep, late = engine.chores.keep, list[int]()
+
+    def keep_late(pending: Pending, before: Mapping[Any, int] | None = None) -> None:
+        if before is None:
+            keep(pending)
+            return
+        for snapshot, owners in pending.taken:
+            behind = {rank: one for rank, one in owners.items() if before[one[0]] - 1 >= one[1]}
+            late.extend(behind)
+            keep(Pending([(snapshot, behind)]))
+
+    monkeypatch.setattr(engine.chores, "keep", keep_late)
+    one = engine.add_request(prompt, sampling)
+    drain(engine)
+    turn = prompt + one.sequences[0].output_ids + ids(60, 71, 500)
+    two = engine.add_request(turn, GREEDY)
+    drain(engine)
+    assert late and two.sequences[0].num_cached_tokens == 128
+    assert not same(two.sequences[0], model.alone(turn, GREEDY))
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.4},
+    "bias": {"logit_bias": {"7": 9.0, "11": 9.5, "13": 9.2}, "frequency_penalty": 1.0},
+    "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": list(range(3, 400))},
+    "allowed": {"allowed_token_ids": [5, 6, 7, 8], "presence_penalty": 0.5},
+    "logprobs": {"logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.8])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_penalties_limits_and_log_probabilities_of_each_row(model: Speculating, name: str, truth: float) -> None:
+    """T17 and the transforms of a row with the drafts before it, beside neighbours that ask for nothing."""
+    model.truth = truth
+    assert model.plain is not None
+    sampling = dataclasses.replace(LONG, **SAMPLINGS[name])
+    prompts = [ids(60 + n, 300 + n, 500) for n in range(3)]
+    engines = [model.engine(), model.plain.engine(async_scheduling=False, prefix_caching=False)]
+    found = []
+    for engine in engines:
+        requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+        others = [engine.add_request(ids(50, 400, 500), LONG)]
+        drain(engine)
+        found.append([request.sequences[0] for request in requests + others])
+    for mine, want in zip(*found, strict=True):
+        assert same(mine, (want.output_ids, want.logprobs)) and len(mine.output_ids) == len(want.output_ids)
+        assert mine.finish_reason == want.finish_reason
+        assert [top.ids for top in mine.tops] == [top.ids for top in want.tops]
+        assert [top.rank for top in mine.tops] == [top.rank for top in want.tops]
+
+
+@pytest.mark.parametrize("truth", [0.0, 1.0])
+def test_a_stop_inside_a_block_ends_the_answer_there(model: Speculating, truth: float) -> None:
+    """T19: at every place of a block, and so does max_tokens."""
+    model.truth = truth
+    prompt = ids(64, 500, 500)
+    known, _ = model.alone(prompt, LONG)
+    for at in range(12):
+        stop = dataclasses.replace(LONG, stop_token_ids=(known[at],))
+        short = dataclasses.replace(LONG, max_tokens=at + 1)
+        engine = model.engine()
+        requests = [engine.add_request(prompt, sampling) for sampling in (stop, short)]
+        drain(engine)
+        first = known.index(known[at])
+        assert requests[0].sequences[0].output_ids == known[: first + 1]
+        assert requests[0].sequences[0].stop_reason == known[at]
+        assert requests[1].sequences[0].output_ids == known[: at + 1]
+
+
+def test_forced_tokens_are_what_comes(model: Speculating) -> None:
+    model.truth = 1.0
+    forced = dataclasses.replace(LONG, forced_token_ids=(7, -1, 9, 11, -1, 13))
+    engine = model.engine()
+    prompts = [ids(40, 600, 500), ids(41, 601, 500)]
+    requests = [engine.add_request(prompts[0], forced), engine.add_request(prompts[1], LONG)]
+    drain(engine)
+    assert same(requests[0].sequences[0], model.alone(prompts[0], forced))
+    assert same(requests[1].sequences[0], model.alone(prompts[1], LONG))
+    # Nothing is verified while outputs are forced, so that the host knows which comes next.
+    assert 0 < requests[0].sequences[0].verified < requests[1].sequences[0].verified
+
+
+def test_the_end_of_the_context_is_never_passed(model: Speculating) -> None:
+    """An answer that fills the longest sequence, 384 tokens, with its last drafts beyond it."""
+    model.truth = 1.0
+    for length in (340, 343, 346):
+        prompt, sampling = ids(length, 700 + length, 500), dataclasses.replace(GREEDY, max_tokens=384)
+        engine = model.engine()
+        request = engine.add_request(prompt, sampling)
+        drain(engine)
+        assert len(request.sequences[0].output_ids) == 384 - length
+        assert same(request.sequences[0], model.alone(prompt, sampling))
+
+
+def test_a_thousand_steps_compile_nothing(model: Speculating, patched: pytest.MonkeyPatch) -> None:
+    """T20, with budgets that vary, pauses of drafting and all shapes."""
+    model.truth = 0.5
+    with patched.context() as patch:
+        patch.setattr(engine_module.step_profile, "measure", steep)
+        engine = model.engine()
+        steps = 0
+        rng = np.random.default_rng(0)
+        shapes = set()
+        while steps < 1000:
+            while len(engine.requests) < 1 + steps % 6:
+                engine.add_request(ids(int(rng.integers(1, 200)), steps, 500), LONG)
+            report = engine.step()
+            steps += 1
+            shapes.add(report.bucket if report is not None else None)
+        for request in list(engine.requests):
+            engine.abort(request)
+        drain(engine)
+    assert engine.compiles_after_warmup == 0
+    assert {bucket.rows for bucket in shapes if bucket is not None and bucket.drafts} == {6, 12, 24, 36}
+
+
+def test_wrong_books_are_seen(model: Speculating, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: drafts that are accepted although they are wrong."""
+    model.truth = 0.0
+    prompt = ids(64, 800, 500)
+    engine = model.engine()
+    accepted = engine.runner.accept
+
+    def careless(*arguments: Any) -> Any:
+        output = accepted(*arguments)
+        state = engine.runner.state
+        engine.runner.state = state.replace(last_token=(state.last_token + 1) % 500)
+        return output
+
+    monkeypatch.setattr(engine.runner, "accept", careless)
+    request = engine.add_request(prompt, LONG)
+    drain(engine)
+    assert not same(request.sequences[0], model.alone(prompt, LONG))
