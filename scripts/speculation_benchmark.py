@@ -1,6 +1,9 @@
 """Tokens/s without drafts, with five always verified, and with as many as pay, at 1 to 128 running requests.
 
-python -m scripts.speculation_benchmark      writes scripts/results/speculation-cpu.json and .png
+python -m scripts.speculation_benchmark --concurrency 1 4 16      writes scripts/results/speculation-cpu.json and .png
+python -m scripts.speculation_benchmark --concurrency 64 128      adds to them
+
+In two processes because a CPU's programs are many memory mappings, of which Linux gives a process 65,530.
 
 Three engines of one process answer the same prompts with the same seeds, in turn, for several rounds; who begins
 changes from round to round. An ended answer makes room for the next prompt, and a run ends when there is none left, so
@@ -347,6 +350,14 @@ def profile(engine: Engine) -> dict[str, dict[str, float]] | None:
     return {name: {str(at): _rounded(1e3 * s) for at, s in part.items()} for name, part in parts.items()}
 
 
+def kept(path: Path, concurrency: Sequence[int]) -> dict[str, Any]:
+    """What a results file has of other numbers of requests."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"profile": {}, "rows": [], "ratios": []}
+    for name in ("rows", "ratios"):
+        old[name] = [row for row in old[name] if row["concurrency"] not in concurrency]
+    return {name: old[name] for name in ("profile", "rows", "ratios")}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", default="demo")
@@ -362,6 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     configs = {mode: settings(args.checkpoint, concurrency, mode, args.set) for mode in MODES}
     device = jax.devices()[0].device_kind
     output: Path = args.output or RESULTS / f"speculation-{device_slug(device)}.json"
+    before = kept(output, concurrency)
     trio = engines(configs)
     result: dict[str, Any] = {
         "kind": "speculation",
@@ -380,9 +392,9 @@ def main(arguments: list[str] | None = None) -> int:
             "seed": SEED,
             "speculative": dataclasses.asdict(configs[VARLEN].speculative),
         },
-        "profile": profile(trio[VARLEN]),
-        "rows": [],
-        "ratios": [],
+        "profile": before["profile"] | {" ".join(map(str, concurrency)): profile(trio[VARLEN])},
+        "rows": before["rows"],
+        "ratios": before["ratios"],
     }
     began = time.perf_counter()
     with tqdm(concurrency, desc="measuring", unit="concurrency", disable=None, file=sys.stderr) as bar:
@@ -390,8 +402,8 @@ def main(arguments: list[str] | None = None) -> int:
             share = (args.seconds - (time.perf_counter() - began)) / (len(concurrency) - place)
             found = compare(trio, running, args.rounds, seconds=share, answer=answer, turns=args.turns)
             rows, ratios = table(running, found)
-            result["rows"] += rows
-            result["ratios"] += ratios
+            for name, new in (("rows", rows), ("ratios", ratios)):
+                result[name] = sorted([*result[name], *new], key=lambda row: int(row["concurrency"]))
             # What was measured is kept when a later part is cut short.
             output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             for line in (*rows, *ratios):

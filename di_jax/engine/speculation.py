@@ -83,9 +83,11 @@ class Speculation:
         return dataclasses.replace(batch, parts=[self._part(part) for part in batch.parts])
 
     def _part(self, part: DecodePart) -> DecodePart:
-        now = self.ledgers[part.rank].schedule(part.slots)
+        requests, look = self.ladder.decode_rung(len(part.slots)), bool(part.caps.any())
+        now = self.ledgers[part.rank].schedule(part.slots, look)
+        if not look:  # nothing to verify, as in a pause: no time for a choice
+            return dataclasses.replace(part, round=now, rows=self.ladder.verify_rows(requests)[0])
         now = now._replace(survival=self.typical.fill(now))
-        requests = self.ladder.decode_rung(len(part.slots))
         rows = choose_rows(now.survival, part.caps, self._times(self.forward, requests))
         return dataclasses.replace(part, round=now, rows=rows)
 
@@ -103,7 +105,8 @@ class Speculation:
         tokens, requests, known = 0.0, 0, 0
         for part in batch.parts:
             assert part.round is not None
-            tokens += expected_tokens(part.round.survival, part.caps, fill(part.rows, part.caps))
+            drafts = fill(part.rows, part.caps)
+            tokens += expected_tokens(part.round.survival, part.caps, drafts) if drafts else len(part.slots)
             requests += len(part.slots)
             known += int(part.round.known[0].sum())
         return Outlook(round(tokens * FRACTIONS), requests, known, max((len(p.slots) for p in batch.parts), default=0))

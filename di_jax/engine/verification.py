@@ -132,10 +132,11 @@ class RateLedger:
         self._rounds[slots] = np.nan
         self._owner[slots] += 1
 
-    def schedule(self, slots: np.ndarray) -> Round:
+    def schedule(self, slots: np.ndarray, look: bool = True) -> Round:
         """Begins a round of the requests in `slots`, int [n], no two equal.
 
-        Raises RuntimeError when two rounds of a slot are in flight.
+        look: whether its budget is to see older blocks; else they are as good as unknown. Raises RuntimeError when two
+        rounds of a slot are in flight.
         """
         slots = np.asarray(slots)
         scheduled, ahead = self.scheduled[slots], self.scheduled[slots] - self.processed[slots]
@@ -145,6 +146,10 @@ class RateLedger:
                 f"slot {slot}: {self.scheduled[slot]} rounds scheduled, {self.processed[slot]} processed; at most one "
                 "may be in flight when the next is scheduled"
             )
+        if not look:
+            self.scheduled[slots] += 1
+            shape = 1, len(slots), self._rounds.shape[2]
+            return Round(np.ones(shape, np.float32), np.zeros(shape[:2], bool), self._owner[slots])
         blocks = min(HISTORY, -(-ENOUGH_BLOCKS // max(1, len(slots))))
         rounds = scheduled - 2 - np.arange(blocks)[:, None]
         seen = self._rounds[slots, rounds % (HISTORY + 1)]
@@ -205,13 +210,16 @@ UNKNOWN_STEPS = 2
 # bounds.
 TRIAL_SHARE = 0.01
 LEAST_PAUSE, LONGEST_PAUSE = 32, 4096
+OTHER_BATCH = 1.5
 
 
 class DraftSwitch:
     """Whether steps draft: not while the draft takes more time than its tokens save.
 
     It judges batches by their size, those of 2^n to 2^(n+1) - 1 requests together: a batch that drains and fills up
-    again comes back to what was found for its size. Deterministic in what it is told. With several ranks all are told
+    again comes back to what was found for its size. Until it has grown or shrunk by OTHER_BATCH it is the same batch:
+    one of 64 requests of which now and then one ends and another begins would else be two, and neither be judged.
+    Deterministic in what it is told. With several ranks all are told
     the same: tokens and requests of all together, and the times of the slowest. What it sees is as old as what the
     budget sees, so answers stay unbiased.
     """
@@ -219,6 +227,7 @@ class DraftSwitch:
     def __init__(self) -> None:
         self._sizes: dict[int, _Verdict] = {}
         self._last = _Verdict()
+        self._requests = 0.0  # of the batch when it became this one
 
     @property
     def paused(self) -> bool:
@@ -231,7 +240,9 @@ class DraftSwitch:
         gain: `drafting_gain` of this step; None while most of what its requests drafted is not known (`Round.known`),
         as after a pause.
         """
-        now = self._last = self._sizes.setdefault(requests.bit_length(), _Verdict())
+        if not self._requests / OTHER_BATCH < requests < self._requests * OTHER_BATCH:
+            self._requests, self._last = requests, self._sizes.setdefault(requests.bit_length(), _Verdict())
+        now = self._last
         if now.pause:
             now.pause -= 1
             return False

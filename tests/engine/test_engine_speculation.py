@@ -131,7 +131,7 @@ def greedy(mix: list[Arrival]) -> list[Arrival]:
     return [dataclasses.replace(a, sampling=dataclasses.replace(a.sampling, temperature=0.0)) for a in mix]
 
 
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(
     mix=arrivals(),
     num_blocks=st.sampled_from([4, 5, 7, 16]),
@@ -154,7 +154,7 @@ def test_any_greedy_mix_is_answered_as_each_request_alone(
         run_mix(model, greedy(mix), num_blocks, changes)
 
 
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(
     mix=arrivals(),
     num_blocks=st.sampled_from([5, 16]),
@@ -208,8 +208,11 @@ def test_preemptions_hits_and_forks_change_no_answer(model: Speculating) -> None
     assert engine.scheduler.preemptions and engine.metrics.prefix_hits and engine.scheduler.ledgers[0].evictions
 
 
-@pytest.mark.parametrize("truth", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize(("first", "said"), [(100, 40), (120, 20), (126, 9), (200, 90)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("truth", [pytest.param(0.0, marks=SLOW), 0.7, pytest.param(1.0, marks=SLOW)])
+@pytest.mark.parametrize(("first", "said"), [(100, 40), pytest.param(120, 20, marks=SLOW), (126, 9), (200, 90)])
 def test_the_next_turn_goes_on_from_what_was_speculated(
     model: Speculating, truth: float, first: int, said: int
 ) -> None:
@@ -263,7 +266,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("truth", [0.0, 0.8])
+@pytest.mark.parametrize("truth", [pytest.param(0.0, marks=SLOW), 0.8])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_penalties_limits_and_log_probabilities_of_each_row(model: Speculating, name: str, truth: float) -> None:
     """T17 and the transforms of a row with the drafts before it, beside neighbours that ask for nothing."""
@@ -285,7 +288,7 @@ def test_penalties_limits_and_log_probabilities_of_each_row(model: Speculating, 
         assert [top.rank for top in mine.tops] == [top.rank for top in want.tops]
 
 
-@pytest.mark.parametrize("truth", [0.0, 1.0])
+@pytest.mark.parametrize("truth", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_a_stop_inside_a_block_ends_the_answer_there(model: Speculating, truth: float) -> None:
     """T19: at every place of a block, and so does max_tokens."""
     model.truth = truth
@@ -328,6 +331,7 @@ def test_the_end_of_the_context_is_never_passed(model: Speculating) -> None:
         assert same(request.sequences[0], model.alone(prompt, sampling))
 
 
+@SLOW
 def test_a_thousand_steps_compile_nothing(model: Speculating, patched: pytest.MonkeyPatch) -> None:
     """T20, with budgets that vary, pauses of drafting and all shapes."""
     model.truth = 0.5

@@ -233,9 +233,9 @@ def test_later_steps_do_see_them() -> None:
 def test_a_budget_from_the_newest_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = RateLedger.schedule
 
-    def newest(ledger: RateLedger, slots: np.ndarray) -> Round:
+    def newest(ledger: RateLedger, slots: np.ndarray, look: bool = True) -> Round:
         ledger.scheduled[slots] += 1
-        found = schedule(ledger, slots)
+        found = schedule(ledger, slots, look)
         ledger.scheduled[slots] -= 1
         return found
 

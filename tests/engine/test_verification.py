@@ -365,9 +365,19 @@ def test_batches_of_another_size_have_a_verdict_of_their_own() -> None:
     while switch.next(100, 0.5):
         pass
     assert not switch.next(127, None) and not switch.next(64, None)  # of the same size
-    assert switch.next(63, None) and not switch.paused
+    assert not switch.next(63, None), "one less than 64 is the same batch"
+    assert switch.next(30, None) and not switch.paused
     assert all(switch.next(16, 1.3) for _ in range(50))
     assert not switch.next(100, None) and switch.paused, "what was found before it drained still holds"
+
+
+def test_a_batch_that_changes_by_one_is_judged_once() -> None:
+    """Of 63 and 64 requests in turn, of which nothing is known right after each change of the verdict."""
+    switch, drafted = DraftSwitch(), []
+    for step in range(600):
+        recent = drafted[-3:-1]
+        drafted.append(switch.next(63 + step % 2, 0.5 if len(recent) == 2 and all(recent) else None))
+    assert sum(drafted) <= 2 * (judged_steps(64) + UNKNOWN_STEPS)
 
 
 # -- blocks that are not known
