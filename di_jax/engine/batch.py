@@ -137,6 +137,11 @@ class DecodePart:
     rows: int = 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to verify and it is known which position each sequence feeds."""
+        return not (self.caps.any() or self.table.ahead[self.slots].any())
+
+    @property
     def last_position(self) -> int:
         """The furthest that the step feeds."""
         if not self.table.num_drafts:
@@ -162,10 +167,10 @@ class DecodeBatch:
 
     mean_context = 0.0  # decode steps are not what the cost of prefill steps is learned from
 
-    def advance(self) -> None:
-        """The step was launched."""
+    def advance(self, verifies: bool = False) -> None:
+        """The step was launched. verifies: one that may verify drafts."""
         for part in self.parts:
-            part.table.advance(part.slots, part.caps if self.num_drafts else None)
+            part.table.advance(part.slots, part.caps if verifies else None)
 
     def need(self, ladder: BucketLadder, ledgers: SequenceOf[BlockManager]) -> Need:
         """Of the rank that needs most."""
@@ -175,7 +180,7 @@ class DecodeBatch:
         block_size = ledgers[0].block_size
         blocks = max(part.last_position // block_size + 1 for part in self.parts if len(part.slots))
         bucket = ladder.fit(True, range(rows), blocks)
-        if not self.num_drafts:
+        if not self.num_drafts or (ladder.varlen and all(part.is_plain for part in self.parts)):
             return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks)
         wanted = max(part.rows for part in self.parts)
         return Need(wanted, 0, bucket.context_blocks, bucket.rows)

@@ -352,7 +352,7 @@ class Engine:
         by_rank = dict(zip(self.runner.local_ranks, outputs, strict=True))
         verified = bool(flight.bucket.drafts)
         lengths = flight.pending.lengths() if verified else None
-        moved, ended, generated = self.results.book(flight.batch, by_rank, now)
+        moved, ended, generated = self.results.book(flight.batch, by_rank, now, verified)
         self._moved |= moved
         for sequence in ended:
             request = self.requests.get(sequence.request_id)

@@ -33,14 +33,14 @@ class Results:
         self._rank_of = {ledger.rank: rank for rank in scheduler.ranks for ledger in rank.ledgers}
 
     def book(
-        self, batch: Batch | DecodeBatch, outputs: dict[int, StepOutput], now: float
+        self, batch: Batch | DecodeBatch, outputs: dict[int, StepOutput], now: float, verified: bool = False
     ) -> tuple[dict[str, Request], list[Sequence], int]:
         """(the requests that got tokens, the sequences that ended, the number of tokens). outputs: by rank, of this
-        process's."""
+        process's. verified: the step verified drafts."""
         moved: dict[str, Request] = {}
         ended: list[Sequence] = []
         self._tokens, self.emitted = 0, {}
-        if isinstance(batch, DecodeBatch) and batch.num_drafts:
+        if isinstance(batch, DecodeBatch) and verified:
             self._verified(batch, outputs, moved, ended, now)
         elif isinstance(batch, DecodeBatch):
             self._decoded(batch, outputs, moved, ended, now)

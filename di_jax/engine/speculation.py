@@ -24,6 +24,7 @@ from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.engine.step_profile import StepProfile
 from di_jax.engine.verification import (
     DraftSwitch,
+    Promises,
     RateLedger,
     TypicalBlock,
     choose_rows,
@@ -72,9 +73,9 @@ class Speculation:
         self.forward = ForwardRuntimeEstimator(rows, {} if profile is None else profile.forward)
         self.sampling = SamplerRuntimeEstimator(None if profile is None else profile.sampling)
         self.drafting = SamplerRuntimeEstimator(None if profile is None else profile.drafting)
-        self._plain = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
+        self._first = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
         self.switch = DraftSwitch()
-        self.typical = TypicalBlock(ladder.drafts)
+        self.typical, self.promises = TypicalBlock(ladder.drafts), Promises()
 
     # -- planning
 
@@ -87,7 +88,7 @@ class Speculation:
         now = self.ledgers[part.rank].schedule(part.slots, look)
         if not look:  # nothing to verify, as in a pause: no time for a choice
             return dataclasses.replace(part, round=now, rows=self.ladder.verify_rows(requests)[0])
-        now = now._replace(survival=self.typical.fill(now))
+        now = now._replace(survival=self.typical.fill(now) * self.promises.ratio)
         rows = choose_rows(now.survival, part.caps, self._times(self.forward, requests))
         return dataclasses.replace(part, round=now, rows=rows)
 
@@ -118,11 +119,10 @@ class Speculation:
         if not bucket.decode or self.profile is None:
             return not self.switch.paused
         gain = None
-        if 2 * outlook.known >= outlook.requests:
-            times = self._times(self._plain, bucket.requests)
-            seconds, plain = times.at(bucket.rows), times.at(int(times.rows[0]))
-            assert seconds is not None and plain is not None
-            plain -= self.drafting.seconds(bucket.requests)
+        if 2 * outlook.known >= outlook.requests and bucket.drafts:
+            seconds = self._times(self._first, bucket.requests).at(bucket.rows)
+            assert seconds is not None
+            plain = self.profile.plain[bucket.requests]
             gain = drafting_gain(outlook.tokens / FRACTIONS, seconds, outlook.requests, plain)
         return self.switch.next(outlook.requests, gain)
 
@@ -175,7 +175,12 @@ class Speculation:
     def completed(self, rounds: Rounds, outputs: Mapping[int, StepOutput]) -> None:
         """The results of a step are in. rounds: of its `begin`."""
         for rank, (slots, owners) in rounds.items():
-            draft = outputs[rank].draft
+            draft, verified = outputs[rank].draft, outputs[rank].verified
+            if verified is not None:
+                accepted = np.sum(np.asarray(outputs[rank].token) >= 0, axis=1)[: len(slots)] - 1
+                self.promises.add(
+                    self.ledgers[rank].newest(slots, owners), np.asarray(verified)[: len(slots)], accepted
+                )
             confidence = None if draft is None else np.asarray(draft.confidence)[: len(slots)]
             self.ledgers[rank].process(slots, owners, confidence)
             for place, slot in enumerate(slots.tolist()):
@@ -185,6 +190,8 @@ class Speculation:
 
     def observe(self, bucket: Bucket, seconds: float, drafted: bool) -> None:
         """A decode step took so long."""
+        if not bucket.drafts:
+            return
         seconds -= self.sampling.seconds(bucket.requests)
         seconds -= self.drafting.seconds(bucket.requests) if drafted else 0.0
         self.forward.observe(bucket.rows, max(seconds, 0.0))

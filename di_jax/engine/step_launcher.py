@@ -95,7 +95,7 @@ class StepLauncher:
         plans = batch.plans(bucket, ranks)
         forward = self.runner.verify(plans) if bucket.drafts else self.runner.execute(plans)
         if isinstance(batch, DecodeBatch):
-            batch.advance()
+            batch.advance(bool(bucket.drafts))
         number = self.scheduler.launched()
         allowed = None
         if agreed.masked:

@@ -200,7 +200,7 @@ class BucketLadder:
     kept_rows: tuple[int, ...] = ()  # for each of prefill_rows: `Bucket.kept_rows` of a second shape, 0 for none
     history: int = 3  # as in `Bucket`
     drafts: int = 0  # of a sequence, that a decode step may verify; 0 without speculation
-    varlen: bool = True  # whether steps may verify fewer
+    varlen: bool = True  # whether steps may verify fewer; those that verify none may be plain ones
 
     @classmethod
     def derive(
@@ -298,7 +298,7 @@ class BucketLadder:
     def _decodes(self) -> Iterator[Bucket]:
         """The decode shapes, smallest first, at one block of context."""
         for requests in self.decode_rows:
-            if not self.drafts:
+            if not self.drafts or self.varlen:
                 yield Bucket(True, requests, 1, history=self.history)
             for rows in self.verify_rows(requests) if self.drafts else ():
                 yield self.bucket(True, rows, 1, requests=requests)

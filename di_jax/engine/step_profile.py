@@ -23,7 +23,16 @@ from di_jax.engine.runner import ModelRunner
 from di_jax.engine.sampling_programs import NO_SLOT
 from di_jax.engine.slot_table import idle_plan
 from di_jax.engine.speculative_programs import DRAFT_COLUMNS
-from di_jax.engine.step_plan import FREE_TOKEN, Bucket, BucketLadder, StepPlan
+from di_jax.engine.step_plan import (
+    DEVICE_LENGTH,
+    DEVICE_TOKEN,
+    FREE_TOKEN,
+    Bucket,
+    BucketLadder,
+    Chunk,
+    StepPlan,
+    build_plan,
+)
 from di_jax.engine.verification import fill
 from di_jax.parallel import processes
 
@@ -38,12 +47,14 @@ class StepProfile:
     forward: dict[int, float]  # by rows of a decode shape
     sampling: dict[int, float]  # by requests: accepting where nothing is verified
     drafting: dict[int, float]  # by requests
+    plain: dict[int, float]  # by requests: the one program of a step that neither verifies nor drafts
 
 
 def measure(
     runner: ModelRunner, ladder: BucketLadder, *, clock: Callable[[], float] = time.perf_counter
 ) -> StepProfile:
-    """Times verify, accept and draft of every decode shape of `ladder` over its shortest contexts. Collective.
+    """Times verify, accept and draft of every decode shape of `ladder` over its shortest contexts, and the plain steps.
+    Collective.
 
     Every shape decodes as many sequences as it holds and there are slots for, from empty caches on. The shapes take
     turns, so that a machine that is slow for a while is so to all of them. Leaves the state empty
@@ -60,7 +71,7 @@ def measure(
             times = np.array([_time(runner, bucket, clock) for bucket in bar], np.float64)
     finally:
         runner.reset()
-    own = typical(times.reshape(RUNS + 1, len(shapes), 3)[1:])
+    own = typical(times.reshape(RUNS + 1, len(shapes), 4)[1:])
     everyones = processes.current().gather(own.reshape(-1), "the times of decode steps")
     return profile_of(shapes, everyones.max(axis=0).reshape(own.shape))
 
@@ -72,28 +83,32 @@ def typical(runs: np.ndarray) -> np.ndarray:
 
 
 def profile_of(shapes: Sequence[Bucket], seconds: np.ndarray) -> StepProfile:
-    """From the times float64 [shapes, 3] of verify, accept and draft of each shape.
+    """From the times float64 [shapes, 4] of verify, accept, draft and the plain step of each shape.
 
     Shapes of as many rows share the longest of their times; drafting does not depend on the rows, and the mean counts.
     """
     forward: dict[int, float] = {}
     sampling: dict[int, float] = {}
+    plain: dict[int, float] = {}
     drafting: dict[int, list[float]] = {}
-    for bucket, (_, accept, draft) in sorted(zip(shapes, seconds.tolist(), strict=True), key=lambda x: x[0].rows):
+    for bucket, (_, accept, draft, alone) in sorted(zip(shapes, seconds.tolist()), key=lambda x: x[0].rows):
         sampling.setdefault(bucket.requests, accept)
+        plain.setdefault(bucket.requests, alone)
         drafting.setdefault(bucket.requests, []).append(draft)
-    for bucket, (verify, accept, _) in zip(shapes, seconds.tolist(), strict=True):
+    for bucket, (verify, accept, *_) in zip(shapes, seconds.tolist(), strict=True):
         whole = verify + max(0.0, accept - sampling[bucket.requests])
         forward[bucket.rows] = max(whole, forward.get(bucket.rows, 0.0))
     return StepProfile(
         dict(sorted(forward.items())),
         dict(sorted(sampling.items())),
         {requests: sum(each) / len(each) for requests, each in sorted(drafting.items())},
+        dict(sorted(plain.items())),
     )
 
 
 def _time(runner: ModelRunner, bucket: Bucket, clock: Callable[[], float]) -> list[float]:
-    """Seconds of verify, accept and draft of one step, which begins with drafts, so that there is what to verify."""
+    """Seconds of verify, accept and draft of one step, which begins with drafts, so that there is what to verify; and
+    of the plain step of as many requests, with the shape of fewest rows."""
     runner.reset()  # lengths begin at 0: no shape gets to the end of its context
     ranks, layout = len(runner.local_ranks), runner.layout
     requests = min(bucket.requests, layout.num_slots)
@@ -110,7 +125,22 @@ def _time(runner: ModelRunner, bucket: Bucket, clock: Callable[[], float]) -> li
     verification = runner.verify(plans)
     verified = done(verification)
     accepted = done(runner.accept(verification))
-    return [verified - drafted, accepted - verified, drafted - began]
+    plain = 0.0
+    if bucket.rows == bucket.requests:
+        alone = [_plain_plan(bucket, requests, layout.num_blocks)] * ranks
+        began_plain = clock()
+        plain = done(runner.execute(alone)) - began_plain
+    return [verified - drafted, accepted - verified, drafted - began, plain]
+
+
+def _plain_plan(bucket: Bucket, requests: int, num_blocks: int) -> StepPlan:
+    """The plain step of the sequences of `_plan`."""
+    width = bucket.context_blocks
+    chunks = [
+        Chunk((DEVICE_TOKEN,), DEVICE_LENGTH, slot, [(slot * width + n) % num_blocks for n in range(width)])
+        for slot in range(requests)
+    ]
+    return build_plan(Bucket(True, bucket.requests, width, history=bucket.history), chunks)
 
 
 def _plan(bucket: Bucket, requests: int, num_blocks: int, block_size: int) -> StepPlan:

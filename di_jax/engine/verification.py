@@ -28,6 +28,8 @@ MARGIN = 0.01
 # Older blocks that a budget looks at, in all and of each request at most. One block of a request says little of its
 # next: with one of each, two requests that happened to draft badly lost more than they saved.
 ENOUGH_BLOCKS = 256
+# Drafts that should have survived, of the newest, of which the share is taken that did.
+PROMISED = 512
 HISTORY = 16
 
 
@@ -157,6 +159,12 @@ class RateLedger:
         self.scheduled[slots] += 1
         return Round(np.where(known[:, :, None], seen, np.float32(1)), known, self._owner[slots])
 
+    def newest(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """Survivals float32 [n, k] of the blocks that the rounds verify which come back next, NaN where not known.
+        slots, owners: as of `process`."""
+        found = self._rounds[slots, (self.processed[slots] - 1) % (HISTORY + 1)]
+        return np.where((self._owner[slots] == owners)[:, None], found, np.float32(np.nan))
+
     def process(self, slots: np.ndarray, owners: np.ndarray, confidence: np.ndarray | None) -> None:
         """A round came back. slots, owners: of its `schedule`; slots that changed hands since are left alone.
 
@@ -172,6 +180,32 @@ class RateLedger:
         block = np.nan if confidence is None else survival(np.asarray(confidence)[same])
         self._rounds[slots, processed % (HISTORY + 1)] = block
         self.processed[slots] += 1
+
+
+class Promises:
+    """How many drafts are accepted of those that were to survive by their confidences: these were fitted on other
+    texts, and to chances of sampled drafts where greedy ones are judged by equality. Over the last PROMISED or so; what
+    is learned is as old as what a budget may see.
+    """
+
+    def __init__(self) -> None:
+        self._promised = self._kept = PROMISED / 8  # as promised, until there is more
+
+    @property
+    def ratio(self) -> np.float32:
+        """Accepted over promised, within bounds."""
+        return np.float32(min(max(self._kept / self._promised, 0.1), 1.25))
+
+    def add(self, survival: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Of n requests: survivals float32 [n, k] of the blocks that a step verified, NaN where they are not known, so
+        many of each, and how many of those were accepted."""
+        known = (verified > 0) & ~np.isnan(survival).any(axis=1)
+        inside = np.arange(survival.shape[1]) < verified[known, None]
+        self._promised += float(survival[known][inside].sum())
+        self._kept += float(accepted[known].sum())
+        if self._promised > PROMISED:
+            self._kept *= PROMISED / self._promised
+            self._promised = float(PROMISED)
 
 
 class TypicalBlock:

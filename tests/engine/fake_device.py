@@ -844,7 +844,8 @@ class FakeDevice:
         caches.draft_token[slot], caches.draft_at[slot] = -1, -1
         if "block_table" in view:
             caches.keep_table(slot, view["block_table"][chosen].astype(np.int64))
-            caches.drawn_by[slot] = self._drawn_by(own, (view["start"] + view["count"])[chosen] - index)
+            end = np.where(view["start"] < 0, caches.length[view["slot"]], view["start"] + view["count"])[chosen]
+            caches.drawn_by[slot] = self._drawn_by(own, end - index)
         return tokens, logprobs
 
 

@@ -140,7 +140,7 @@ def test_a_decode_step_with_drafts() -> None:
     views = [bucket.unpack(plan.buffer) for plan in batch.plans(bucket, [0, 1, 2])]
     assert [view["cap"].tolist() for view in views] == [[2, 2], [2, -1], [-1, -1]]
     assert [view["budget"].tolist() for view in views] == [[4], [2], [0]]
-    batch.advance()
+    batch.advance(True)
     assert parts[0].table.position[:2].tolist() == [11, 127] and parts[0].table.ahead[:2].tolist() == [2, 2]
     assert DecodeBatch([], num_drafts=3).need(ladder, LEDGERS) == Need()
     # Further ahead by what a step in flight may have accepted.

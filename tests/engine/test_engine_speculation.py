@@ -41,7 +41,8 @@ def steep(runner: ModelRunner, ladder: BucketLadder) -> StepProfile:
 def profile(ladder: BucketLadder, per_row: float) -> StepProfile:
     rows = [rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)]
     each = dict.fromkeys(ladder.decode_rows, 1e-4)
-    return StepProfile({n: 1e-3 * (1 + per_row * n) for n in sorted(rows)}, each, each)
+    forward = {n: 1e-3 * (1 + per_row * n) for n in sorted(rows)}
+    return StepProfile(forward, each, each, {n: forward[n] + 1e-4 for n in ladder.decode_rows})
 
 
 @dataclasses.dataclass

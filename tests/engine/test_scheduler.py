@@ -122,7 +122,7 @@ class Driver:
         )
         self.plans = batch.plans(bucket, range(len(self.scheduler.ledgers)))
         if isinstance(batch, DecodeBatch):
-            batch.advance()
+            batch.advance(bool(bucket.drafts))
         self.flights.append((self.scheduler.launched(), batch))
         return batch
 

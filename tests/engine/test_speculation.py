@@ -252,9 +252,13 @@ def test_drafting_that_does_not_pay_pauses(monkeypatch: pytest.MonkeyPatch) -> N
     session = Session(setup, monkeypatch)
     session.add(ids(20), greedy(max_tokens=100))
     session.finish()
-    calls = [call[0] for call in session.device.calls if call[0] in ("verify", "draft")]
-    drafts = [after == "draft" for call, after in zip(calls, [*calls[1:], ""]) if call == "verify"]
+    # Decode steps, of which those in a pause are plain, and drafts.
+    calls = [call for call in session.device.calls if call[0] in ("verify", "draft", "execute")]
+    steps = ["draft" if name == "draft" else name * bucket.decode for name, bucket, *_ in calls]
+    drafts = [after == "draft" for call, after in zip(steps, [*steps[1:], ""]) if call in ("verify", "execute")]
     pause = drafts.index(False)
+    # Right after the drafts end the place is not known to the host; then steps are plain.
+    assert steps.count("execute") >= LEAST_PAUSE - 2
     # Of the first steps nothing is known.
     assert JUDGED_STEPS <= pause <= JUDGED_STEPS + 2
     assert not any(drafts[pause : pause + LEAST_PAUSE]) and drafts[pause + LEAST_PAUSE]
@@ -311,7 +315,9 @@ def test_drafts_are_verified_behind_what_is_forced(asynchronous: bool, monkeypat
 LADDER = BucketLadder.derive(
     max_num_batched_tokens=64, max_num_seqs=4, max_context_blocks=4, decode=(2, 4), drafts=3, varlen=True
 )
-STEEP = StepProfile({2: 2.0, 4: 4.0, 6: 6.0, 8: 8.0, 12: 12.0, 16: 16.0}, {2: 0.5, 4: 0.5}, {2: 1.0, 4: 1.0})
+STEEP = StepProfile(
+    {2: 2.0, 4: 4.0, 6: 6.0, 8: 8.0, 12: 12.0, 16: 16.0}, {2: 0.5, 4: 0.5}, {2: 1.0, 4: 1.0}, {2: 2.5, 4: 4.5}
+)
 
 
 def sequence(prompt: int = 20, answer: int = 9, **sampling: Any) -> Sequence:
@@ -441,12 +447,12 @@ def booked(
     table.drafted[:] = True
     batch = scheduler.schedule("decode", 0.0)
     assert isinstance(batch, DecodeBatch)
-    batch.advance()
+    batch.advance(True)
     order = [sequences.index(one) for one in batch.parts[0].sequences]
     rows = np.array([own + [-1] * (3 + 1 - len(own)) for own in token], np.int32)[order]
     told: Any = dict(token=rows, logprob=np.zeros(rows.shape), verified=np.array(verified or [3] * len(rows))[order])
     output = StepOutput(logits=None, trace=None, load=None, error=np.full(len(rows), 0.5), **told)
-    _, ended, count = books.book(batch, {0: output}, 1.0)
+    _, ended, count = books.book(batch, {0: output}, 1.0, verified=True)
     assert count == sum(len(one.output_ids) - 1 for one in sequences)
     return ended, table
 

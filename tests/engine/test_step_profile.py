@@ -52,6 +52,7 @@ class StubRunner:
         self.calls: list[str] = []
         self.plans: list[StepPlan] = []
         self.drafted: list[np.ndarray] = []
+        self.alone: list[StepPlan] = []
         self._shapes, self._resets = shapes, 0
 
     def clock(self) -> float:
@@ -78,6 +79,11 @@ class StubRunner:
         self.calls.append("accept")
         self._pass(2.0 * verification.requests + 0.25 * verification.rows)
 
+    def execute(self, plans: list[StepPlan]) -> Any:
+        self.calls.append("execute")
+        self.alone.append(plans[0])
+        self._pass(8.0 + plans[0].bucket.rows)
+
     def _pass(self, seconds: float) -> None:
         self.now += seconds * self.OUTLIERS[min(5, (self._resets - 1) // self._shapes)]
 
@@ -95,6 +101,7 @@ def test_the_curves_add_up_to_what_steps_take() -> None:
     assert set(profile.forward) == {each for shapes in rows.values() for each in shapes}
     assert profile.sampling == pytest.approx({1: 2.25, 16: 36.0})
     assert profile.drafting == pytest.approx({1: 0.5, 16: 8.0})
+    assert profile.plain == pytest.approx({1: 9.0, 16: 24.0})
     for requests, shapes in rows.items():
         for each in shapes:
             whole = profile.forward[each] + profile.sampling[requests] + profile.drafting[requests]
@@ -104,7 +111,10 @@ def test_the_curves_add_up_to_what_steps_take() -> None:
 def test_every_run_drafts_verifies_and_accepts_on_its_own_state() -> None:
     ladder, runner = ladder_of((1, 4)), StubRunner(slots=4)
     measured(runner, ladder)
-    assert runner.calls == ["reset", "draft", "verify", "accept"] * 8 * (1 + RUNS) + ["reset"]
+    each = ["reset", "draft", "verify", "accept"]
+    # Of each number of requests the shape that verifies nothing is compared with the plain step.
+    turn = [*each, "execute", *each * 3] * 2
+    assert runner.calls == turn * (1 + RUNS) + ["reset"]
 
 
 def test_the_rows_are_real() -> None:
@@ -142,7 +152,7 @@ def test_what_the_estimators_take() -> None:
     assert SamplerRuntimeEstimator(profile.sampling).seconds(16) == profile.sampling[16]
     shared = [ladder.bucket(True, 16, 2, requests=requests) for requests in (4, 16)]
     assert [bucket.rows for bucket in shared] == [16, 16]
-    times_of = np.array([[5.0, 1.0, 1.0], [3.0, 1.0, 2.0]])
+    times_of = np.array([[5.0, 1.0, 1.0, 0.0], [3.0, 1.0, 2.0, 0.0]])
     assert profile_of(shared, times_of).forward == {16: 5.0} == profile_of(shared, times_of[::-1]).forward
 
 
@@ -152,13 +162,14 @@ def test_times_of_steps_are_kept(data: st.DataObject) -> None:
     accepting more rows seemed faster."""
     ladder = ladder_of((8,))
     shapes = [ladder.bucket(True, rows, 2, requests=8) for rows in ladder.verify_rows(8)]
-    seconds = np.array([[data.draw(st.floats(0.001, 10)) for _ in range(3)] for _ in shapes])
+    seconds = np.array([[data.draw(st.floats(0.001, 10)) for _ in range(4)] for _ in shapes])
     profile = profile_of(shapes, seconds)
-    for bucket, (verify, accept, _) in zip(shapes, seconds, strict=True):
+    for bucket, (verify, accept, *_) in zip(shapes, seconds, strict=True):
         whole = profile.forward[bucket.rows] + profile.sampling[8]
         assert whole == pytest.approx(verify + max(accept, seconds[0, 1]))
         assert profile.forward[bucket.rows] > 0
     assert profile.drafting[8] == pytest.approx(seconds[:, 2].mean())
+    assert profile.plain[8] == seconds[0, 3]
 
 
 def test_all_processes_have_the_times_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
