@@ -26,6 +26,7 @@ from di_jax.engine.step_profile import StepProfile
 from di_jax.sampling_params import SamplingParams
 
 DRAFTS = 5
+SLOW = pytest.mark.slow
 
 
 def flat(runner: ModelRunner, ladder: BucketLadder) -> StepProfile:
@@ -155,7 +156,8 @@ def test_any_greedy_mix_is_answered_as_each_request_alone(
         run_mix(model, greedy(mix), num_blocks, changes)
 
 
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@SLOW  # a third model to compile: 130 s
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(
     mix=arrivals(),
     num_blocks=st.sampled_from([5, 16]),
@@ -197,6 +199,7 @@ def test_right_drafts_save_steps(model: Speculating, asynchronous: bool) -> None
     assert metrics["accepted_tokens"] == 32 and 0 <= (metrics["confidence_error"] or 0) <= 1
 
 
+@SLOW
 def test_preemptions_hits_and_forks_change_no_answer(model: Speculating) -> None:
     model.truth = 0.6
     crowd = [Arrival(0, 0, 118 - number, dataclasses.replace(GREEDY, max_tokens=24), None) for number in range(3)]
@@ -209,11 +212,10 @@ def test_preemptions_hits_and_forks_change_no_answer(model: Speculating) -> None
     assert engine.scheduler.preemptions and engine.metrics.prefix_hits and engine.scheduler.ledgers[0].evictions
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize("truth", [pytest.param(0.0, marks=SLOW), 0.7, pytest.param(1.0, marks=SLOW)])
-@pytest.mark.parametrize(("first", "said"), [(100, 40), pytest.param(120, 20, marks=SLOW), (126, 9), (200, 90)])
+@pytest.mark.parametrize(
+    ("first", "said"), [(100, 40), pytest.param(120, 20, marks=SLOW), (126, 9), pytest.param(200, 90, marks=SLOW)]
+)
 def test_the_next_turn_goes_on_from_what_was_speculated(
     model: Speculating, truth: float, first: int, said: int
 ) -> None:

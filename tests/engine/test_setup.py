@@ -186,8 +186,10 @@ def test_the_parts_of_an_engine_that_drafts(tiny_config: Config) -> None:
     assert parts.runner.speculates
     assert (parts.layout.draft_stages, parts.layout.num_drafts) == (TINY.num_nextn_predict_layers, 3)
     assert not parts.layout.keeps_proposal, "one-hot drafts are kept as ids alone"
-    assert {b.rows for b in parts.ladder.buckets() if b.decode} == {8, 16, 24, 32}
-    assert all(b.drafts == 3 and b.requests == 8 for b in parts.ladder.buckets() if b.decode)
+    decodes = [b for b in parts.ladder.buckets() if b.decode]
+    assert {b.rows for b in decodes if b.drafts} == {8, 16, 24, 32}
+    assert all(b.drafts == 3 and b.requests == 8 for b in decodes if b.drafts)
+    assert {b.rows for b in decodes if not b.drafts} == {8}, "steps that verify nothing are plain"
     (settings,) = (parts.runner._speculative.settings,) if parts.runner._speculative else (None,)
     assert settings == DraftSettings(3, "one_hot", (1.5, 1.25, 0.75))
     fixed = tiny_config.with_values({**DRAFTING, "speculative.varlen": False})
