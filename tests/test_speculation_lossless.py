@@ -14,7 +14,6 @@ from di_jax.config import load_config
 from di_jax.engine.engine import Engine
 from di_jax.engine.scorer import Scorer
 from di_jax.engine.setup import EngineParts, build_engine_parts
-from di_jax.engine.step_policy import DECODE
 from di_jax.sampling_params import SamplingParams
 
 ANSWERS = 2500
@@ -92,7 +91,7 @@ def test_tokens_are_distributed_as_without_drafts(way: str) -> None:
     found = answers(engine, prompt, first, 1.0)
     drafts = engine.metrics.drafts
     assert drafts.verified > 2 * ANSWERS and 0.1 < (drafts.accept_rate or 0) < 0.95
-    assert engine.metrics.steps[DECODE] < 3 * -(-ANSWERS // RUNNING), "no drafts were accepted"
+    assert drafts.accepted > ANSWERS / 2
     known = [*prompt, first]
     for place in (1, 2, 3):
         of_known = [answer for answer in found if answer[:place] == known[len(prompt) :]]
