@@ -19,16 +19,22 @@ from di_jax.engine.verification import Round
 
 @dataclass(frozen=True)
 class Need:
-    """The smallest bucket that holds a batch: rows, kept rows of the decoder layers, blocks of context, and sequences
-    with drafts. 0: no work."""
+    """The smallest bucket that holds a batch: rows, kept rows of the decoder layers and blocks of context; of an engine
+    that drafts also sequences, and whether there may be drafts to verify. 0: no work."""
 
     rows: int = 0
     kept_rows: int = 0
     context_blocks: int = 0
     requests: int = 0
+    verifies: int = 0
 
     def numbers(self) -> list[int]:
-        return [self.rows, self.kept_rows, self.context_blocks, self.requests]
+        return [self.rows, self.kept_rows, self.context_blocks, self.requests, self.verifies]
+
+    def bucket(self, ladder: BucketLadder, decode: bool) -> Bucket:
+        """The shape of a step in which this is what the rank that needs most needs."""
+        requests = self.requests if self.verifies else 0
+        return ladder.bucket(decode, self.rows, self.context_blocks, self.kept_rows, requests)
 
 
 @dataclass(frozen=True)
@@ -181,9 +187,10 @@ class DecodeBatch:
         blocks = max(part.last_position // block_size + 1 for part in self.parts if len(part.slots))
         bucket = ladder.fit(True, range(rows), blocks)
         if not self.num_drafts or (ladder.varlen and all(part.is_plain for part in self.parts)):
-            return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks)
+            requests = bucket.rows if self.num_drafts else 0  # another process may have drafts to verify
+            return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks, requests)
         wanted = max(part.rows for part in self.parts)
-        return Need(wanted, 0, bucket.context_blocks, bucket.rows)
+        return Need(wanted, 0, bucket.context_blocks, bucket.rows, 1)
 
     def plans(self, bucket: Bucket, ranks: SequenceOf[int]) -> list[StepPlan]:
         """The step plans of these ranks."""

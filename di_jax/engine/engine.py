@@ -22,7 +22,7 @@ import numpy as np
 from di_jax.config import EngineGroup
 from di_jax.engine import step_profile
 from di_jax.engine.batch import Batch, DecodeBatch, Need
-from di_jax.engine.cache_chores import CacheChores, Pending
+from di_jax.engine.cache_chores import CacheChores
 from di_jax.engine.compile_counter import COMPILATIONS
 from di_jax.engine.data_rank import CacheRules, data_ranks
 from di_jax.engine.demand import demand_of
@@ -32,15 +32,14 @@ from di_jax.engine.matching import Matcher, Matching
 from di_jax.engine.measurement import Measurement
 from di_jax.engine.metrics import EngineMetrics, StepReport
 from di_jax.engine.results import ABORT, MODEL_ERROR, Results
-from di_jax.engine.runner import StepOutput
 from di_jax.engine.sampling_chores import SamplingChores
 from di_jax.engine.scheduler import Limits, Scheduler
 from di_jax.engine.sequence import Request, RequestFailure, Status
 from di_jax.engine.setup import EngineParts
-from di_jax.engine.speculation import Rounds, Speculation
+from di_jax.engine.speculation import Speculation
 from di_jax.engine.state_cache import WindowStateCache
 from di_jax.engine.step_cost import StepCost
-from di_jax.engine.step_launcher import Launches, StepLauncher
+from di_jax.engine.step_launcher import Launched, Launches, StepLauncher
 from di_jax.engine.step_plan import Bucket
 from di_jax.engine.step_policy import DECODE, NO_QUOTA, PREFILL, Demand, make_policy
 from di_jax.parallel import processes
@@ -62,15 +61,11 @@ DECODE_TIMES = 9
 class Flight:
     """A step that was launched and whose results are not handled yet. Times in seconds."""
 
-    number: int
+    step: Launched
     batch: Batch | DecodeBatch
     bucket: Bucket
     num_sequences: int  # of all processes, as num_tokens
     num_tokens: int
-    output: StepOutput
-    pending: Pending
-    rounds: Rounds
-    drafted: bool
     slot_experts: np.ndarray | None
     launched: float
     schedule_s: float
@@ -284,16 +279,16 @@ class Engine:
         need, launches = batch.need(self.parts.ladder, self.scheduler.ledgers), self.launcher.launches(batch)
         own = [*need.numbers(), batch.num_sequences, batch.num_tokens, *launches.numbers()]
         everyones = self.agreement.gather(np.array(own, np.int32), "the bucket of a step")
-        need = Need(*everyones[:, :4].max(axis=0).tolist())
-        num_sequences, num_tokens = everyones[:, 4:6].sum(axis=0).tolist()
-        launches = Launches.of_all(everyones[:, 6:])
+        need = Need(*everyones[:, :5].max(axis=0).tolist())
+        num_sequences, num_tokens = everyones[:, 5:7].sum(axis=0).tolist()
+        launches = Launches.of_all(everyones[:, 7:])
         if not need.rows:
             if self._flights:
                 return False  # what is in flight ends first
             if again == EMPTY_PLANS:
                 raise RuntimeError(f"a {kind} step was chosen, but no process has work for it")
             return self._launch(again + 1)  # all that were to decode gave way to prompts
-        bucket = self.parts.ladder.bucket(kind == DECODE, need.rows, need.context_blocks, need.kept_rows, need.requests)
+        bucket = need.bucket(self.parts.ladder, kind == DECODE)
         what = f"step {self.num_steps}, {kind}, {need.rows} rows and {need.context_blocks} blocks of context"
         self.agreement.working(what)
         planned = time.perf_counter()
@@ -303,15 +298,11 @@ class Engine:
         slot_experts = None if self.balancer is None else self.balancer.slot_experts
         self._flights.append(
             Flight(
-                step.number,
+                step,
                 batch,
                 bucket,
                 num_sequences,
                 num_tokens,
-                step.output,
-                step.pending,
-                step.rounds,
-                step.drafted,
                 slot_experts,
                 launched,
                 planned - began,
@@ -345,13 +336,13 @@ class Engine:
         """Waits for the oldest step in flight and handles its results."""
         flight = self._flights[0]
         began = time.perf_counter()
-        outputs = flight.output.host()
+        outputs = flight.step.output.host()
         now = time.perf_counter()
         self.num_steps += 1
         self.changes += 1
         by_rank = dict(zip(self.runner.local_ranks, outputs, strict=True))
         verified = bool(flight.bucket.drafts)
-        lengths = flight.pending.lengths() if verified else None
+        lengths = flight.step.pending.lengths() if verified else None
         moved, ended, generated = self.results.book(flight.batch, by_rank, now, verified)
         self._moved |= moved
         for sequence in ended:
@@ -359,8 +350,8 @@ class Engine:
             if request is not None and all(s.finished for s in request.sequences):
                 self._end(request, now)
         self._flights.popleft()
-        self.chores.keep(flight.pending, lengths)
-        self.scheduler.completed(flight.number)
+        self.chores.keep(flight.step.pending, lengths)
+        self.scheduler.completed(flight.step.number)
         if self.balancer is not None:
             self.balancer.after_step(outputs, flight.slot_experts)
         seconds = now - max(flight.launched - flight.launch_s, self._last_complete)
@@ -371,9 +362,9 @@ class Engine:
         else:
             self._decode_s.append(seconds)
         if self.speculation is not None:
-            self.speculation.completed(flight.rounds, by_rank)
+            self.speculation.completed(flight.step.rounds, by_rank)
             if verified:
-                self.speculation.observe(flight.bucket, seconds, flight.drafted)
+                self.speculation.observe(flight.bucket, seconds, flight.step.drafted)
         report = StepReport(
             kind=flight.batch.kind,
             bucket=flight.bucket,

@@ -47,7 +47,9 @@ class Matching:
 
     def concerns(self, batch: Batch | DecodeBatch) -> bool:
         """Whether a sequence of the step has a matcher and is given a token."""
-        return any(sequence.matcher is not None for sequence in _drawn(batch))
+        if isinstance(batch, DecodeBatch):
+            return any(bool(part.table.matched[part.slots].any()) for part in batch.parts)
+        return any(work.chunk.sample and work.sequence.matcher is not None for work in batch.work)
 
     def masks(self, batch: Batch | DecodeBatch, rank: int, bucket: Bucket) -> np.ndarray:
         """int32 [R, rows, ceil(V / 32)]: ids that each row of a rank's sequences may give, bit i of word w for id
@@ -81,14 +83,6 @@ def pack_mask(allowed: np.ndarray, words: int) -> np.ndarray:
     bits = np.zeros(words * MASK_BITS, bool)
     bits[: len(allowed)] = allowed
     return np.packbits(bits, bitorder="little").view("<i4").astype(MASK_DTYPE)
-
-
-def _drawn(batch: Batch | DecodeBatch) -> Iterator[Sequence]:
-    if isinstance(batch, DecodeBatch):
-        for part in batch.parts:
-            yield from part.sequences
-    else:
-        yield from (work.sequence for work in batch.work if work.chunk.sample)
 
 
 def _places(batch: Batch | DecodeBatch, rank: int) -> Iterator[tuple[int, Sequence]]:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from di_jax.engine.draft_totals import DraftTotals
@@ -115,7 +116,7 @@ class Family(NamedTuple):
     samples: list[Sample]
 
 
-# Attribute of EngineMetrics, name, help.
+# Attribute of EngineMetrics, or path of attributes, name, help.
 _GAUGES = (
     ("running", "vllm:num_requests_running", "Requests that run"),
     ("waiting", "vllm:num_requests_waiting", "Requests that wait"),
@@ -126,8 +127,12 @@ _GAUGES = (
     ("blocks_free", "di_jax:blocks_free", "Blocks without content"),
     ("snapshot_bytes", "di_jax:snapshot_bytes", "Host memory of window-state snapshots"),
     ("mfu", "di_jax:mfu", "Share of the devices' peak operations that the model's were, in the last steps"),
-    ("draft_accept_rate", "di_jax:draft_accept_rate", "Accepted drafts of the verified ones"),
-    ("confidence_error", "di_jax:draft_confidence_error", "How far confidences are from the chance of acceptance"),
+    ("drafts.accept_rate", "di_jax:draft_accept_rate", "Accepted drafts of the verified ones"),
+    (
+        "drafts.confidence_error",
+        "di_jax:draft_confidence_error",
+        "How far confidences are from the chance of acceptance",
+    ),
     ("moe_lb", "di_jax:moe_lb", "Rows of the busiest expert rank over those of the mean one"),
 )
 _COUNTERS = (
@@ -144,17 +149,17 @@ _COUNTERS = (
     ("deadline_exceeded", "di_jax:deadline_exceeded", "Requests ended by their deadline"),
     ("compilations", "di_jax:compilations", "Programs compiled since the engine was ready"),
     ("model_flops", "di_jax:model_flops", "Operations of the model in FP8-equivalents"),
-    ("draft_steps", "vllm:spec_decode_num_drafts", "Blocks of drafts that came to verification"),
-    ("drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Drafts in those blocks"),
-    ("verified_tokens", "di_jax:spec_decode_num_verified_tokens", "Drafts that were verified"),
-    ("accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted"),
+    ("drafts.steps", "vllm:spec_decode_num_drafts", "Blocks of drafts that came to verification"),
+    ("drafts.drafted", "vllm:spec_decode_num_draft_tokens", "Drafts in those blocks"),
+    ("drafts.verified", "di_jax:spec_decode_num_verified_tokens", "Drafts that were verified"),
+    ("drafts.accepted", "vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted"),
 )
 _LABELLED = (
     ("finished", "vllm:request_success", "finished_reason", "Requests ended, by reason"),
     ("rejected", "vllm:admission_rejections", "reason", "Requests not taken in, by reason"),
     ("steps", "di_jax:steps", "kind", "Steps, by kind"),
     (
-        "accepted_at",
+        "drafts.accepted_at",
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "position",
         "Drafts that were accepted, by place in the block",
@@ -218,34 +223,6 @@ class EngineMetrics:
     @property
     def kv_cache_usage(self) -> float:
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
-
-    @property
-    def draft_accept_rate(self) -> float | None:
-        return self.drafts.accept_rate
-
-    @property
-    def confidence_error(self) -> float | None:
-        return self.drafts.confidence_error
-
-    @property
-    def draft_steps(self) -> int:
-        return self.drafts.steps
-
-    @property
-    def drafted_tokens(self) -> int:
-        return self.drafts.drafted
-
-    @property
-    def verified_tokens(self) -> int:
-        return self.drafts.verified
-
-    @property
-    def accepted_tokens(self) -> int:
-        return self.drafts.accepted
-
-    @property
-    def accepted_at(self) -> dict[str, int]:
-        return {str(place): count for place, count in self.drafts.accepted_at.items()}
 
     @property
     def mfu(self) -> float | None:
@@ -312,8 +289,10 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, Value | dict[str, Value]]:
         """Every number by the name of its attribute, labelled ones as dicts by label; a histogram as a dict of its
         count, sum, mean, p50 and p99 (upper bounds of buckets), those by kind under NAME_KIND. A copy."""
-        plain: dict[str, Value | dict[str, Value]] = {name: getattr(self, name) for name, *_ in (*_GAUGES, *_COUNTERS)}
-        plain.update({name: dict(getattr(self, name)) for name, *_ in _LABELLED})
+        plain: dict[str, Value | dict[str, Value]] = {
+            name: attrgetter(name)(self) for name, *_ in (*_GAUGES, *_COUNTERS)
+        }
+        plain.update({name: dict(attrgetter(name)(self)) for name, *_ in _LABELLED})
         for name, *_ in _HISTOGRAMS:
             plain[name] = _summary(getattr(self, name))
         for name, *_ in _STEP_HISTOGRAMS:
@@ -324,12 +303,14 @@ class EngineMetrics:
     def render(self) -> list[Family]:
         """Every metric in Prometheus terms; one without a value (no peak, no EPLB) has no samples. The caller adds the
         labels that all share."""
-        families = [Family(name, "gauge", text, _plain("", getattr(self, attr))) for attr, name, text in _GAUGES]
+        families = [Family(name, "gauge", text, _plain("", attrgetter(attr)(self))) for attr, name, text in _GAUGES]
         families += [
-            Family(name, "counter", text, _plain("_total", getattr(self, attr))) for attr, name, text in _COUNTERS
+            Family(name, "counter", text, _plain("_total", attrgetter(attr)(self))) for attr, name, text in _COUNTERS
         ]
         for attr, name, label, text in _LABELLED:
-            samples = [Sample("_total", {label: key}, value) for key, value in dict(getattr(self, attr)).items()]
+            samples = [
+                Sample("_total", {label: str(key)}, value) for key, value in dict(attrgetter(attr)(self)).items()
+            ]
             families.append(Family(name, "counter", text, samples))
         for attr, name, text in _HISTOGRAMS:
             families.append(Family(name, "histogram", text, _buckets(getattr(self, attr), {})))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +21,16 @@ MODEL_ERROR = "model_error"
 Fail = Callable[[Request, float, RequestFailure], None]
 
 
+@dataclass
+class _Booked:
+    """What the booking of a step brings: requests that got tokens, by id, sequences that ended, and how many tokens."""
+
+    now: float
+    moved: dict[str, Request] = field(default_factory=dict)
+    ended: list[Sequence] = field(default_factory=list)
+    tokens: int = 0
+
+
 class Results:
     """Books the results of steps, in the order in which they were launched.
 
@@ -29,7 +40,6 @@ class Results:
     def __init__(self, scheduler: Scheduler, eos_token_id: int, fail: Fail, drafts: DraftTotals) -> None:
         self.scheduler, self.eos, self.fail, self.drafts = scheduler, eos_token_id, fail, drafts
         self.emitted: dict[int, np.ndarray] = {}
-        self._tokens = 0  # of the step that is being booked
         self._rank_of = {ledger.rank: rank for rank in scheduler.ranks for ledger in rank.ledgers}
 
     def book(
@@ -37,24 +47,21 @@ class Results:
     ) -> tuple[dict[str, Request], list[Sequence], int]:
         """(the requests that got tokens, the sequences that ended, the number of tokens). outputs: by rank, of this
         process's. verified: the step verified drafts."""
-        moved: dict[str, Request] = {}
-        ended: list[Sequence] = []
-        self._tokens, self.emitted = 0, {}
+        booked = _Booked(now)
+        self.emitted = {}
         if isinstance(batch, DecodeBatch) and verified:
-            self._verified(batch, outputs, moved, ended, now)
+            self._verified(batch, outputs, booked)
         elif isinstance(batch, DecodeBatch):
-            self._decoded(batch, outputs, moved, ended, now)
+            self._decoded(batch, outputs, booked)
         else:
-            self._prefilled(batch, outputs, moved, ended, now)
-        return moved, ended, self._tokens
+            self._prefilled(batch, outputs, booked)
+        return booked.moved, booked.ended, booked.tokens
 
     def _prefilled(
         self,
         batch: Batch,
         outputs: dict[int, StepOutput],
-        moved: dict[str, Request],
-        ended: list[Sequence],
-        now: float,
+        booked: _Booked,
     ) -> None:
         for rank, place, work in batch.results():
             sequence, output = work.sequence, outputs[rank]
@@ -64,16 +71,14 @@ class Results:
                 token, logprob = int(output.token[place]), float(output.logprob[place])
                 _keep_top(sequence, output, place)
                 if sequence.held:
-                    self._rank_of[rank].tell(sequence, now)
-                self._append(sequence, token, logprob, moved, ended, now)
+                    self._rank_of[rank].tell(sequence, booked.now)
+                self._append(sequence, token, logprob, booked)
 
     def _decoded(
         self,
         batch: DecodeBatch,
         outputs: dict[int, StepOutput],
-        moved: dict[str, Request],
-        ended: list[Sequence],
-        now: float,
+        booked: _Booked,
     ) -> None:
         running, plain = Status.RUNNING, 0
         for part in batch.parts:
@@ -99,22 +104,20 @@ class Results:
                     or sequence.matcher is not None
                     or not finite
                 ):
-                    self._append(sequence, token, logprob, moved, ended, now)
+                    self._append(sequence, token, logprob, booked)
                     continue
                 # What `_append` does with a token that ends nothing, without a call for each of hundreds of them.
                 ids.append(token)
                 sequence.logprobs.append(logprob)
-                moved[sequence.request_id] = sequence.request  # type: ignore[assignment]
+                booked.moved[sequence.request_id] = sequence.request  # type: ignore[assignment]
                 plain += 1
-        self._tokens += plain
+        booked.tokens += plain
 
     def _verified(
         self,
         batch: DecodeBatch,
         outputs: dict[int, StepOutput],
-        moved: dict[str, Request],
-        ended: list[Sequence],
-        now: float,
+        booked: _Booked,
     ) -> None:
         """Of a step that verified drafts: one token of each sequence or several, of which those behind a stop go."""
         for part in batch.parts:
@@ -143,7 +146,7 @@ class Results:
                 for at in range(new):
                     self._register_known(part.rank, sequence)
                     _keep_top(sequence, output, place, at)
-                    self._append(sequence, tokens[place][at], logprobs[place][at], moved, ended, now)
+                    self._append(sequence, tokens[place][at], logprobs[place][at], booked)
                     if sequence.status is not Status.RUNNING:
                         goes_on[place] = False
                         break
@@ -172,32 +175,30 @@ class Results:
         sequence: Sequence,
         token: int,
         logprob: float,
-        moved: dict[str, Request],
-        ended: list[Sequence],
-        now: float,
+        booked: _Booked,
     ) -> None:
         request = sequence.request
         assert request is not None
-        moved[request.request_id] = request
+        booked.moved[request.request_id] = request
         if not math.isfinite(logprob):
             what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
-            self.fail(request, now, RequestFailure(MODEL_ERROR, what))
+            self.fail(request, booked.now, RequestFailure(MODEL_ERROR, what))
             return
         if sequence.matcher is not None and not sequence.matcher.accept(token):
             what = f"output token {len(sequence.output_ids)}: id {token} does not match what the answer has to"
-            self.fail(request, now, RequestFailure(MODEL_ERROR, what))
+            self.fail(request, booked.now, RequestFailure(MODEL_ERROR, what))
             return
         sequence.output_ids.append(token)
         sequence.logprobs.append(logprob)
-        self._tokens += 1
+        booked.tokens += 1
         if request.first_token is None:
-            request.first_token = now
+            request.first_token = booked.now
         if (
             token in sequence.stop_ids or len(sequence.output_ids) >= sequence.max_tokens or sequence.sampling.stop
         ) and (ending := self._ending(sequence, token)) is not None:
             reason, sequence.stop_reason = ending
-            self.finish(sequence, reason, now)
-            ended.append(sequence)
+            self.finish(sequence, reason, booked.now)
+            booked.ended.append(sequence)
 
     def _ending(self, sequence: Sequence, token: int) -> tuple[str, str | int | None] | None:
         """(finish_reason, stop_reason) when this token ends the answer: the end token, a stop id, a stop text, then

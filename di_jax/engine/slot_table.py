@@ -20,7 +20,8 @@ class SlotTable:
 
     A step that verifies drafts emits one token and up to as many more as it verified; how many is known when its
     results are in. Until then position and output_index are the least that they may be, left the most, and `ahead` is
-    how much further the position may be. drafted: whether drafts for the next step are on device. forced_until: outputs
+    how much further the position may be. drafted: whether drafts for the next step are on device. matched:
+    whether the sequence has a matcher. forced_until: outputs
     before it may be forced: until then no drafts are verified, so that the host knows which output comes next.
     """
 
@@ -31,7 +32,7 @@ class SlotTable:
             (6, num_slots), np.int32
         )
         self.ahead, self.origin, self.capacity, self.forced_until = np.zeros((4, num_slots), np.int32)
-        self.drafted = np.zeros(num_slots, bool)
+        self.drafted, self.matched = np.zeros((2, num_slots), bool)
         self.temperature = np.zeros(num_slots, np.float32)
         self.numbers = np.tile(NEUTRAL, (num_slots, 1))
         self.told = np.full(num_slots, np.nan)  # when its last token came, seconds
@@ -53,6 +54,7 @@ class SlotTable:
         self.num_blocks[slot] = len(blocks)
         self.origin[slot], self.capacity[slot] = len(sequence.prompt_ids), sequence.capacity
         self.ahead[slot], self.drafted[slot] = 0, False
+        self.matched[slot] = sequence.matcher is not None
         self.forced_until[slot] = len(sequence.sampling.forced_token_ids or ())
         if sequence.sampling.forced_token_ids:
             self._forced[slot] = sequence
@@ -112,9 +114,9 @@ class SlotTable:
         self.position[slots] += 1
         self.left[slots] -= 1
         self.output_index[slots] += 1
+        self.drafted[slots] = False  # a step uses them up, whether it verifies or not
         if drafts is not None:
             self.ahead[slots] += drafts
-            self.drafted[slots] = False
 
     def settle(self, slots: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
         """The results of a step are in that might verify so many drafts of each slot: so many tokens came of each."""

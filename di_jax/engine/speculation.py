@@ -15,11 +15,11 @@ import numpy as np
 
 from di_jax.engine.batch import Batch, DecodeBatch, DecodePart
 from di_jax.engine.extra_sampling import NEUTRAL, OF_REQUEST
-from di_jax.engine.runner import StepOutput
 from di_jax.engine.runtime_estimator import ForwardRuntimeEstimator, SamplerRuntimeEstimator, StepTimes
 from di_jax.engine.sampling_programs import NO_SLOT
 from di_jax.engine.slot_table import SlotTable
 from di_jax.engine.speculative_programs import DRAFT_COLUMNS
+from di_jax.engine.step_output import StepOutput
 from di_jax.engine.step_plan import Bucket, BucketLadder
 from di_jax.engine.step_profile import StepProfile
 from di_jax.engine.verification import (
@@ -73,7 +73,7 @@ class Speculation:
         self.forward = ForwardRuntimeEstimator(rows, {} if profile is None else profile.forward)
         self.sampling = SamplerRuntimeEstimator(None if profile is None else profile.sampling)
         self.drafting = SamplerRuntimeEstimator(None if profile is None else profile.drafting)
-        self._first = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
+        self._at_start = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
         self.switch = DraftSwitch()
         self.typical, self.promises = TypicalBlock(ladder.drafts), Promises()
 
@@ -120,7 +120,7 @@ class Speculation:
             return not self.switch.paused
         gain = None
         if 2 * outlook.known >= outlook.requests and bucket.drafts:
-            seconds = self._times(self._first, bucket.requests).at(bucket.rows)
+            seconds = self._times(self._at_start, bucket.requests).at(bucket.rows)
             assert seconds is not None
             plain = self.profile.plain[bucket.requests]
             gain = drafting_gain(outlook.tokens / FRACTIONS, seconds, outlook.requests, plain)
@@ -183,9 +183,9 @@ class Speculation:
                 )
             confidence = None if draft is None else np.asarray(draft.confidence)[: len(slots)]
             self.ledgers[rank].process(slots, owners, confidence)
-            for place, slot in enumerate(slots.tolist()):
-                sequence = self.tables[rank].sequences[slot]
-                if sequence is not None and sequence.matcher is not None:
+            table = self.tables[rank]
+            for place in np.flatnonzero(table.matched[slots]).tolist():
+                if (sequence := table.sequences[slots[place]]) is not None:
                     sequence.drafts = [] if draft is None else draft.token[place].tolist()
 
     def observe(self, bucket: Bucket, seconds: float, drafted: bool) -> None:

@@ -134,8 +134,8 @@ def test_a_decode_step_with_drafts() -> None:
     batch = DecodeBatch(parts[:2], num_drafts=3)
     # The furthest row is at 128, in the second block; two sequences and the rows that the first rank asks for.
     need = batch.need(ladder, LEDGERS)
-    assert need == Need(8, 0, 2, 2)
-    bucket = ladder.bucket(True, need.rows, need.context_blocks, need.kept_rows, need.requests)
+    assert need == Need(8, 0, 2, 2, 1)
+    bucket = need.bucket(ladder, True)
     assert (bucket.rows, bucket.requests, bucket.drafts) == (8, 2, 3)
     views = [bucket.unpack(plan.buffer) for plan in batch.plans(bucket, [0, 1, 2])]
     assert [view["cap"].tolist() for view in views] == [[2, 2], [2, -1], [-1, -1]]

@@ -129,6 +129,22 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
+def run_with(
+    model: Speculating,
+    patched: pytest.MonkeyPatch,
+    mix: list[Arrival],
+    num_blocks: int,
+    changes: dict[str, Any],
+    truth: float,
+    curve: Any,
+) -> None:
+    """`run_mix` with a share of right drafts, and steps that take what `curve` says."""
+    model.truth = truth
+    with patched.context() as patch:
+        patch.setattr(engine_module.step_profile, "measure", curve)
+        run_mix(model, mix, num_blocks, changes)
+
+
 def greedy(mix: list[Arrival]) -> list[Arrival]:
     return [dataclasses.replace(a, sampling=dataclasses.replace(a.sampling, temperature=0.0)) for a in mix]
 
@@ -150,10 +166,7 @@ def test_any_greedy_mix_is_answered_as_each_request_alone(
     truth: float,
     curve: Any,
 ) -> None:
-    model.truth = truth
-    with patched.context() as patch:
-        patch.setattr(engine_module.step_profile, "measure", curve)
-        run_mix(model, greedy(mix), num_blocks, changes)
+    run_with(model, patched, greedy(mix), num_blocks, changes, truth, curve)
 
 
 @SLOW  # a third model to compile: 130 s
@@ -175,10 +188,7 @@ def test_coupled_answers_depend_on_their_seed_alone(
     curve: Any,
 ) -> None:
     """T25: sampled too, with any companions, drafts, lengths and schedule."""
-    coupled.truth = truth
-    with patched.context() as patch:
-        patch.setattr(engine_module.step_profile, "measure", curve)
-        run_mix(coupled, mix, num_blocks, changes)
+    run_with(coupled, patched, mix, num_blocks, changes, truth, curve)
 
 
 LONG = dataclasses.replace(GREEDY, max_tokens=40)

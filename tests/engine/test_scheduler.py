@@ -117,9 +117,7 @@ class Driver:
         if batch is None or not batch.num_sequences:
             return None
         need = batch.need(self.scheduler.ladder, self.scheduler.ledgers)
-        bucket = self.scheduler.ladder.bucket(
-            kind == DECODE, need.rows, need.context_blocks, need.kept_rows, need.requests
-        )
+        bucket = need.bucket(self.scheduler.ladder, kind == DECODE)
         self.plans = batch.plans(bucket, range(len(self.scheduler.ledgers)))
         if isinstance(batch, DecodeBatch):
             batch.advance(bool(bucket.drafts))

@@ -419,7 +419,7 @@ def test_drafts_are_told_to_those_that_must_match() -> None:
     table, batch = decoding(2)
     books = Speculation(LADDER, {0: table}, None)
     matched, free = batch.parts[0].sequences
-    matched.matcher = Letters()
+    matched.matcher, table.matched[0] = Letters(), True
     rounds = books.begin(books.plan(batch))
     books.completed(rounds, outputs(np.ones((2, 3))))
     assert matched.drafts == [0, 1, 2] and not free.drafts
