@@ -89,6 +89,16 @@ class PlatformGroup(Group):
     PATH: ClassVar[str] = "platform"
     name: str | None = key(None, choices=(None, "auto", "cpu", "gpu", "tpu"))  # null and auto: what jax finds
     pjrt_plugin: str | None = key(None, only=(None,))
+    # Options of XLA for the engine's programs, over those known to be good on the device; null: XLA's defaults alone.
+    compiler_options: str | Mapping[str, str | bool | int | float] | None = key("auto")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.compiler_options, str) and self.compiler_options != "auto":
+            raise ConfigError(
+                f"platform.compiler_options: {show(self.compiler_options)} is not known; expected auto, null, or a "
+                "mapping of options, such as {xla_gpu_enable_triton_gemm: false}"
+            )
 
 
 @dataclass(frozen=True)

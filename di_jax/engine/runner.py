@@ -33,6 +33,7 @@ from di_jax.model.transformer import Transformer
 from di_jax.parallel.expert_moves import MovePlan
 from di_jax.parallel.expert_weights import move_program
 from di_jax.parallel.mesh import DeviceMesh
+from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +139,13 @@ class ModelRunner:
         mesh: jax.sharding.Mesh | None = None,
         draft: DraftModel | None = None,
         settings: DraftSettings | None = None,
+        compiler: Compiler = XLA_DEFAULTS,
     ) -> None:
         self.layout, self.parallel, self.plan = layout, model.parallel, model.parallel.mesh
         self.mesh = self.plan.build() if mesh is None else mesh
         self.graph, self.params = nnx.split(model)
         self._hidden_dtype = model.numerics.dtype
+        self._compiler = compiler
         self._buffers = NamedSharding(self.mesh, PartitionSpec(self.plan.rank_axes))
         places = self._buffers.addressable_devices_indices_map((self.plan.world,))
         self.local_ranks = sorted(index[0].indices(self.plan.world)[0] for index in places.values() if index)
@@ -156,10 +159,11 @@ class ModelRunner:
         self.resets = 0
         self._compiled: dict[tuple[Bucket, str], Any] = {}
         self._move: Any = None
-        self._programs = StatePrograms(self.mesh, self.plan, layout)
+        self._programs = StatePrograms(self.mesh, self.plan, layout, self._compiler)
         head: Any = self.params["head"]
         spec: Any = parameter_specs(self.params, self.plan)["head"]["weight"]
-        self._sampling = SamplingPrograms(self.mesh, self.plan, layout, head["weight"].get_value(), spec.get_value())
+        weight = head["weight"].get_value()
+        self._sampling = SamplingPrograms(self.mesh, self.plan, layout, weight, spec.get_value(), compiler)
         self._sampling.reset()
         self._draft: tuple[Any, Any] | None = None
         self._speculative: SpeculativePrograms | None = None
@@ -170,7 +174,7 @@ class ModelRunner:
                 (parameter_specs(self.params, self.plan), parameter_specs(params, self.plan)),
             )
             self._speculative = SpeculativePrograms(
-                self.mesh, self.plan, layout, settings, graphs, specs, self._hidden_dtype
+                self.mesh, self.plan, layout, settings, graphs, specs, self._hidden_dtype, compiler
             )
         self._lock = threading.Lock()
 
@@ -195,7 +199,7 @@ class ModelRunner:
         """The executable of a bucket, compiled at first use."""
         executable = self._compiled.get((bucket, outputs))
         if executable is None:
-            executable = self.lower(bucket, outputs).compile()
+            executable = self._compiler(self.lower(bucket, outputs))
             with self._lock:
                 self._compiled[bucket, outputs] = executable
         return executable

@@ -29,6 +29,7 @@ from di_jax.engine.sampler import RowSampling, draw, endings, logprob_of, proces
 from di_jax.model.cache import CacheLayout
 from di_jax.model.transformer import head_logits
 from di_jax.parallel.mesh import DeviceMesh
+from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 TOP = 20  # likeliest ids told at most
 NO_SLOT = -1
@@ -68,9 +69,16 @@ class SamplingPrograms:
     """
 
     def __init__(
-        self, mesh: jax.sharding.Mesh, plan: DeviceMesh, layout: CacheLayout, head: Array, spec: PartitionSpec
+        self,
+        mesh: jax.sharding.Mesh,
+        plan: DeviceMesh,
+        layout: CacheLayout,
+        head: Array,
+        spec: PartitionSpec,
+        compiler: Compiler = XLA_DEFAULTS,
     ) -> None:
         self.mesh, self.plan, self.head = mesh, plan, head
+        self._compiler = compiler
         self._last_token: Any = layout.global_abstract(mesh, plan).last_token
         self._spec = spec
         self._ranks = NamedSharding(mesh, PartitionSpec(plan.rank_axes))
@@ -97,7 +105,7 @@ class SamplingPrograms:
         key = name, count, dtype, masked
         executable = self._compiled.get(key)
         if executable is None:
-            executable = self._compiled[key] = self.lower(*key).compile()
+            executable = self._compiled[key] = self._compiler(self.lower(*key))
         return executable
 
     def begin(self, slots: Sequence[int], states: Sequence[SlotState | None]) -> None:

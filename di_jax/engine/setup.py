@@ -55,6 +55,7 @@ from di_jax.parallel import processes
 from di_jax.parallel.eplb import num_physical_slots
 from di_jax.parallel.mesh import DeviceMesh, Parallel
 from di_jax.parallel.replica_choice import forced_slot_factors
+from di_jax.platforms.compiler import Compiler
 from di_jax.platforms.devices import MemoryRoom, configure_jax, memory_room, require_devices
 from di_jax.tokenizer import Tokenizer
 from kernels_pallas.choice import KernelChoice
@@ -83,6 +84,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     """
     configure_jax(config)
     devices = require_devices(config)
+    compiler = Compiler.of(config.platform, devices[0])
     folder = resolve_checkpoint(config.model.path, config.model.revision)
     model_config = ModelConfig.from_file(folder)
     if config.engine.max_model_len > model_config.max_position_embeddings:
@@ -122,9 +124,9 @@ def build_engine_parts(config: Config) -> EngineParts:
     layout = cache_layout(model_config, numerics.formats, 1, config.engine.max_num_seqs, settings)
     outputs = TOKENS if config.command != "score" else TRACE if config.score.trace else LOGITS
     drafting = None if draft is None or settings is None else (draft, settings)
-    measure = partial(fullest_step, model, mesh, ladder, outputs, drafting)
+    measure = partial(fullest_step, model, mesh, ladder, outputs, drafting, compiler)
     layout = size_caches(config, layout, mesh.local_devices, measure)
-    runner = ModelRunner(model, layout, mesh, draft, settings)
+    runner = ModelRunner(model, layout, mesh, draft, settings, compiler)
     return EngineParts(model_config, folder, tokenizer, runner, ladder, layout, config.eplb, config.drafting)
 
 
@@ -296,6 +298,7 @@ def fullest_step(
     ladder: BucketLadder,
     outputs: str,
     drafting: tuple[DraftModel, DraftSettings] | None,
+    compiler: Compiler,
     layout: CacheLayout,
 ) -> StepMemory:
     """What the step that needs the most memory needs; compiles the candidates, over caches that need not exist.
@@ -309,7 +312,7 @@ def fullest_step(
 
     def compiled(bucket: Bucket) -> StepMemory:
         traced = trace_step(graph, params, mesh, plan, layout, bucket, outputs, draft)
-        return step_memory(bucket, traced.lower().compile(), len(buckets))
+        return step_memory(bucket, compiler(traced.lower()), len(buckets))
 
     trees: tuple[Any, Any] = (params, parameter_specs(params, plan))
     head, spec = (tree["head"]["weight"].get_value() for tree in trees)
@@ -317,7 +320,7 @@ def fullest_step(
 
     def drawing() -> StepMemory:
         sequences = max(bucket.sequences for bucket in buckets if not bucket.drafts)
-        executable = sampling.lower("sample", sequences, model.numerics.dtype).compile()
+        executable = compiler(sampling.lower("sample", sequences, model.numerics.dtype))
         return program_memory(f"drawing the tokens of {sequences} sequences", executable)
 
     logger.info("compiling the %d fullest steps to see what memory they need", len(shapes))
@@ -336,10 +339,10 @@ def fullest_step(
         traced = programs.trace_accept(both, sampling.abstract_state, verify.requests, verify.rows, extra)
         count = len({(bucket.requests, bucket.rows) for bucket in buckets if bucket.drafts})
         name = f"accepting drafts of {verify.requests} sequences in {verify.rows} rows"
-        return program_memory(name, traced.lower().compile(), count)
+        return program_memory(name, compiler(traced.lower()), count)
 
     def proposing() -> StepMemory:
-        executable = programs.trace_draft(both, verify.requests).lower().compile()
+        executable = compiler(programs.trace_draft(both, verify.requests).lower())
         return program_memory(f"drafting for {verify.requests} sequences", executable, len(ladder.decode_rows))
 
     after: list[Callable[[], StepMemory]] = [partial(accepting, False), partial(accepting, True), proposing]

@@ -39,6 +39,7 @@ from di_jax.engine.step_output import DraftOutput
 from di_jax.engine.step_plan import Bucket
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.parallel.mesh import DeviceMesh
+from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 __all__ = ["DRAFT_COLUMNS", "DraftSettings", "SpeculativePrograms", "Verification"]
 
@@ -58,11 +59,13 @@ class SpeculativePrograms:
         graphs: tuple[Any, Any],
         specs: tuple[Any, Any],
         hidden: Any,
+        compiler: Compiler = XLA_DEFAULTS,
     ) -> None:
         settings.check(layout)
         self.mesh, self.plan, self.layout, self.settings = mesh, plan, layout, settings
         self.graphs, self.specs, self._hidden = graphs, specs, jnp.dtype(hidden)
         self._ranks = NamedSharding(mesh, PartitionSpec(plan.rank_axes))
+        self._compiler = compiler
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def jobs(self, params: tuple[Any, Any], slots: Any, buckets: Iterable[Bucket]) -> list[Callable[[], Any]]:
@@ -117,14 +120,15 @@ class SpeculativePrograms:
         """The executable of `accept`."""
         key = "accept", requests, rows, extra, masked
         if key not in self._compiled:
-            self._compiled[key] = self.trace_accept(params, slots, requests, rows, extra, masked).lower().compile()
+            traced = self.trace_accept(params, slots, requests, rows, extra, masked)
+            self._compiled[key] = self._compiler(traced.lower())
         return self._compiled[key]
 
     def _draft(self, params: tuple[Any, Any], requests: int) -> Any:
         """The executable of `draft`."""
         key = "draft", requests
         if key not in self._compiled:
-            self._compiled[key] = self.trace_draft(params, requests).lower().compile()
+            self._compiled[key] = self._compiler(self.trace_draft(params, requests).lower())
         return self._compiled[key]
 
     def trace_accept(

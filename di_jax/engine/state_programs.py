@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.parallel.mesh import DeviceMesh
+from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 PAIRS = 8  # block copies and slot copies of one launch
 NOTHING = -1  # a slot or block that is none
@@ -83,8 +84,11 @@ class StatePrograms:
     Every process of a run calls the same ones in the same order, with one entry for each rank that it hosts.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, plan: DeviceMesh, layout: CacheLayout) -> None:
+    def __init__(
+        self, mesh: jax.sharding.Mesh, plan: DeviceMesh, layout: CacheLayout, compiler: Compiler = XLA_DEFAULTS
+    ) -> None:
         self.mesh, self.plan, self.layout = mesh, plan, layout
+        self._compiler = compiler
         self._ranks = NamedSharding(mesh, PartitionSpec(plan.rank_axes))
         self._compiled: dict[tuple[str, int], Any] = {}
 
@@ -100,7 +104,7 @@ class StatePrograms:
         """The executable of `take`, `put`, `snapshot` or `restore`, the last two for the first `layers` layers."""
         executable = self._compiled.get((name, layers))
         if executable is None:
-            executable = self._compiled[name, layers] = self._lower(name, layers).compile()
+            executable = self._compiled[name, layers] = self._compiler(self._lower(name, layers))
         return executable
 
     def copy(self, state: EngineState, copies: Sequence[StateCopies], launches: int) -> EngineState:

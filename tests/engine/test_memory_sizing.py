@@ -38,6 +38,7 @@ from di_jax.model.linear import Numerics
 from di_jax.model.quantization import CacheFormats
 from di_jax.model.transformer import abstract_model
 from di_jax.parallel.mesh import DeviceMesh
+from di_jax.platforms.compiler import XLA_DEFAULTS
 from di_jax.platforms.devices import MemoryRoom
 
 LAYOUT = CacheLayout(TINY, CacheFormats.quantized(), num_blocks=1, num_slots=16)
@@ -259,7 +260,7 @@ def test_a_steps_memory_does_not_depend_on_the_pool() -> None:
 
     def measured(blocks: int) -> StepMemory:
         layout = CacheLayout(SMALL, numerics.formats, blocks, num_slots=4)
-        return fullest_step(model, mesh, BucketLadder((16,), (2,), (1,)), TOKENS, None, layout)
+        return fullest_step(model, mesh, BucketLadder((16,), (2,), (1,)), TOKENS, None, XLA_DEFAULTS, layout)
 
     few, many = measured(1), measured(1000)
     added = 999 * block_bytes(CacheLayout(SMALL, numerics.formats, 1, 4))
@@ -280,7 +281,7 @@ def test_a_step_with_drafts_is_measured_whole() -> None:
         settings = DraftSettings(3)
         layout = cache_layout(config, numerics.formats, blocks, requests, settings)
         ladder = BucketLadder((16,), (requests,), (1,), drafts=3, varlen=False)
-        return fullest_step(model, mesh, ladder, TOKENS, (draft, settings), layout)
+        return fullest_step(model, mesh, ladder, TOKENS, (draft, settings), XLA_DEFAULTS, layout)
 
     few, many, pooled = measured(2), measured(8), measured(2, blocks=1000)
     logits = 4 * 32_768  # bytes of a row

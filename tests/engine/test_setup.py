@@ -165,10 +165,11 @@ def test_an_engine_is_built_with_what_its_steps_leave(tiny_config: Config, monke
         ({"command": "score"}, "logits"),
         ({"command": "score", "score.trace": True}, "trace"),
     ):
-        parts = build_engine_parts(tiny_config.with_values(values))
-        model, mesh, ladder, found, drafting, layout = calls.pop()
+        given = {**values, "platform.compiler_options": {"xla_cpu_enable_fast_math": False}}
+        parts = build_engine_parts(tiny_config.with_values(given))
+        model, mesh, ladder, found, drafting, compiler, layout = calls.pop()
         assert model.config == parts.model_config and ladder is parts.ladder and mesh is parts.runner.mesh
-        assert found == outputs and drafting is None
+        assert found == outputs and drafting is None and compiler.options == {"xla_cpu_enable_fast_math": False}
         assert (layout.num_slots, parts.layout.num_blocks) == (8, 24)
     assert not calls
 
@@ -292,5 +293,5 @@ def test_the_draft_is_part_of_what_is_measured(tiny_config: Config, monkeypatch:
     monkeypatch.setattr(setup, "fullest_step", fullest_step)
     monkeypatch.setattr(setup, "memory_room", lambda devices, utilization: MemoryRoom(10**9))
     build_engine_parts(tiny_config.with_values(DRAFTING))
-    ((*_, (draft, settings), layout),) = asked
+    ((*_, (draft, settings), _, layout),) = asked
     assert draft.config == TINY and settings.num_drafts == layout.num_drafts == 3
