@@ -91,6 +91,8 @@ class PlatformGroup(Group):
     pjrt_plugin: str | None = key(None, only=(None,))
     # Options of XLA for the engine's programs, over those known to be good on the device; null: XLA's defaults alone.
     compiler_options: str | Mapping[str, str | bool | int | float] | None = key("auto")
+    # Of device memory on NVIDIA, by XLA's names. auto: vmm, where graphs of steps stay as they are from step to step.
+    allocator: str = key("auto", choices=("auto", "default", "bfc", "cuda_async", "vmm"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -376,13 +378,32 @@ class ScoreGroup(Group):
 
 
 @dataclass(frozen=True)
+class SliceGroup(Group):
+    """One device as one rank of a deployment of `ep` expert ranks, with random weights; sizes are those of a rank."""
+
+    PATH: ClassVar[str] = "bench.slice"
+    ep: int = key(64, choices=(64, 8, 4))  # ranks that share the experts; with 1, 1 and 8 redundant slots on each
+    phase: str = key("both", choices=("both", "decode", "prefill"))  # decode: steps of bench.batch_sizes requests
+    prefill_rows: tuple[int, ...] = key((4096, 8192, 16384, 32768, 65536), low=1)  # of a prompt's last chunk
+    accept_rate: float = key(0.75, low=0, high=1)  # drafts that are kept, in the tokens/s told: no model is there
+    parts: bool = True  # time the parts of a step alone too
+    label: str | None = None  # names the kernels in the history of results; null: XLA without any, else auto
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ascending("bench.slice.prefill_rows", self.prefill_rows)
+
+
+@dataclass(frozen=True)
 class BenchGroup(Group):
     PATH: ClassVar[str] = "bench"
-    kind: str = key("engine", choices=("engine", "host"))  # host: the host's part of a step, over no device
+    # host: the host's part of a step, over no device; slice: one device as one rank of many (bench.slice).
+    kind: str = key("engine", choices=("engine", "host", "slice"))
     batch_sizes: tuple[int, ...] = key((1, 16), low=1)
     prompt_len: int = key(128, low=1)  # tokens
     output_len: int = key(32, low=1)  # tokens
-    repeats: int = key(3, low=1)  # timed runs of each row
+    repeats: int = key(3, low=1)  # timed runs of each row; of kind slice, timed steps
+    slice: SliceGroup = SliceGroup()
 
     def __post_init__(self) -> None:
         super().__post_init__()

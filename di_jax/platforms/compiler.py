@@ -27,6 +27,7 @@ NVIDIA: Mapping[str, Option] = MappingProxyType(
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
         ),
         "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_command_buffer_update_mode": "SKIP_TEMP",  # temporaries stay where they are: platform.allocator
     }
 )
 

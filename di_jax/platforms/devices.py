@@ -16,6 +16,7 @@ import jax
 from di_jax.config import Config
 from di_jax.errors import ConfigError
 from di_jax.parallel import processes
+from di_jax.platforms.allocator import choose_allocator, untold_memory
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def configure_jax(config: Config) -> None:
         names = f"{name},cpu" if calls_host else name
         # To jax "gpu" means cuda and rocm, and it fails where either is not installed: it is to find what there is.
         jax.config.update("jax_platforms", "" if name == "gpu" else names)
+    choose_allocator(config)
     if config.cache.compile_dir is not None:
         folder = Path(os.path.expanduser(config.cache.compile_dir))
         try:
@@ -117,6 +119,8 @@ def memory_room(devices: Sequence[jax.Device], utilization: float) -> MemoryRoom
         stats = device.memory_stats() or {}
         if (limit := stats.get("bytes_limit")) is not None:
             rooms.append(MemoryRoom(limit, stats.get("bytes_in_use", 0)))
+        elif device.platform == "gpu" and (told := untold_memory(device)) is not None:
+            rooms.append(MemoryRoom(*told))
     return min(rooms, key=lambda room: room.free(utilization), default=None)
 
 

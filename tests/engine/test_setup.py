@@ -146,7 +146,7 @@ def test_nothing_is_measured_where_memory_is_the_machines(tiny_config: Config, m
         monkeypatch.setattr("di_jax.platforms.devices.available_memory", lambda found=available: found)
         config = tiny_config.with_values({"engine.memory_utilization": 0.5})
         assert size_caches(config, LAYOUT, jax.devices()[:1], measure).num_blocks == blocks
-    silent: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
+    silent: Any = SimpleNamespace(platform="tpu", memory_stats=lambda: None)
     assert size_caches(tiny_config, LAYOUT, [silent], measure).num_blocks == 24
 
 

@@ -168,13 +168,14 @@ def test_a_device_tells_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one with the least left counts, which need not be the smallest."""
 
     def device(**stats: int) -> Any:
-        return SimpleNamespace(platform="gpu", memory_stats=lambda: stats or None)
+        return SimpleNamespace(platform="gpu", local_hardware_id=0, memory_stats=lambda: stats or None)
 
     empty, full, small = (device(bytes_limit=n, bytes_in_use=used) for n, used in ((1000, 300), (1000, 400), (500, 0)))
     assert memory_room([empty], 0.5) == MemoryRoom(1000, 300)
     assert memory_room([empty, full, small], 0.5) == MemoryRoom(1000, 400)
     assert memory_room([empty, full, small], 0.9) == MemoryRoom(500, 0)
     assert MemoryRoom(1000, 400).free(0.5) == 100
+    monkeypatch.setattr("di_jax.platforms.devices.untold_memory", lambda device: None)
     assert memory_room([device()], 0.5) is None
     monkeypatch.setattr("di_jax.platforms.devices.available_memory", lambda: 1000)
     cpu: Any = SimpleNamespace(platform="cpu")
