@@ -1,6 +1,8 @@
 """Draws committed benchmark results: tokens/s of every row, prefill beside decode, one colour per date.
 
-Of kind host: the microseconds of a decode step and what they are spent on.
+Of kind host: the microseconds of a decode step and what they are spent on. Of kind slice: tokens/s of a GPU over
+tokens/s of a user, a curve for each label of the kernels and number of expert ranks, and what the fullest step is spent
+on.
 
 python scripts/plot_bench.py scripts/results/engine-cpu.json [more.json] [--output FILE.png]
 """
@@ -44,7 +46,7 @@ def draw(results: dict[str, Any], picture: Path) -> Path:
     missing = [name for name in REQUIRED if name not in results]
     if missing or not results["rows"]:
         raise ValueError(f"not a results file: {', '.join(missing) or 'rows'} missing")
-    figure = _draw_host(results["rows"]) if results["kind"] == "host" else _draw_speed(results["rows"])
+    figure = {"host": _draw_host, "slice": _draw_slice}.get(results["kind"], _draw_speed)(results["rows"])
     figure.suptitle(f"{results['kind']} on {results['device']}")
     figure.savefig(picture, dpi=120)
     plt.close(figure)
@@ -91,6 +93,67 @@ def _draw_host(rows: list[dict[str, Any]]) -> Figure:
         axis.set(title=f"up to {length:,} tokens", xlabel="requests at once", ylabel="us a decode step, median")
         axis.legend(fontsize=7)
     return figure
+
+
+def _draw_slice(rows: list[dict[str, Any]]) -> Figure:
+    """The trade of a user's speed for a GPU's, the prefill speed, and the parts of a step. Of rows with the same label,
+    ranks and size the last one counts; the first label is the baseline."""
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    latest = {(row["phase"], row["label"], row["ep"], row["batch"], row["rows"]): row for row in rows if row["fits"]}
+    curves: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for key in sorted(latest, key=lambda key: (labels.index(key[1]), -key[2], key[3], key[4])):
+        curves.setdefault(key[:3], []).append(latest[key])
+    figure, (trade, prefill, parts) = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    colours = {label: f"C{number % 10}" for number, label in enumerate(labels)}
+    for (phase, label, ep), points in curves.items():
+        style: dict[str, Any] = {"color": colours[label], "ls": {64: "-", 8: "--"}.get(ep, ":"), "marker": "o", "ms": 3}
+        name, wire = f"EP{ep}, {label}", [point["with_communication"] for point in points]
+        if phase == "decode":
+            trade.plot(*_trade(points), label=name, **style)
+            trade.plot(*_trade(wire), **{**style, "alpha": 0.35})
+            for point in points:
+                at = point["tokens_per_s_per_user"], point["tokens_per_s"]
+                trade.annotate(str(point["batch"]), at, textcoords="offset points", xytext=(3, 3), fontsize=6)
+            if label == labels[-1]:
+                users, gpus = _trade(points)
+                least = [point["roofline_fraction"] for point in points]
+                users, gpus = [u / f for u, f in zip(users, least)], [g / f for g, f in zip(gpus, least)]
+                trade.plot(users, gpus, color="gray", ls=style["ls"], lw=0.8, label=f"EP{ep}, floors")
+        else:
+            prefill.plot([p["rows"] for p in points], [p["tokens_per_s"] for p in points], label=name, **style)
+            prefill.plot([p["rows"] for p in points], [w["tokens_per_s"] for w in wire], **{**style, "alpha": 0.35})
+    trade.set(title="decode, by requests of a GPU", xlabel="tokens/s of a user", ylabel="tokens/s of a GPU")
+    prefill.set(title="prefill", xlabel="rows of the chunk", ylabel="tokens/s of a GPU")
+    for axis in (trade, prefill):
+        if axis.lines:
+            axis.set(xscale="log", yscale="log")
+            axis.grid(which="both", lw=0.3)
+            axis.legend(fontsize=7)
+    _draw_parts(parts, [points[-1] for (phase, *_), points in curves.items() if phase == "decode"])
+    figure.supxlabel("pale: with the two-GPU figures of every collective added", fontsize=7)
+    return figure
+
+
+def _trade(points: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    return [p["tokens_per_s_per_user"] for p in points], [p["tokens_per_s"] for p in points]
+
+
+def _draw_parts(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """What each step is spent on, in ms, with the sum of the floors as a line across its bar."""
+    rows = [row for row in rows if any(part["ms"] is not None for part in row["parts"].values())]
+    names = [f"{row['label']}\nEP{row['ep']}, {row['batch']}" for row in rows]
+    bottom = [0.0] * len(rows)
+    for number, part in enumerate(dict.fromkeys(name for row in rows for name in row["parts"])):
+        heights = [(row["parts"].get(part) or {}).get("ms") or 0.0 for row in rows]
+        axis.bar(names, heights, 0.6, bottom=bottom, label=part, color=plt.get_cmap("tab20")(number % 20))
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    for at, row in enumerate(rows):
+        axis.hlines(row["roofline_ms"], at - 0.4, at + 0.4, color="black", lw=0.8)
+        axis.plot(at, row["step_ms"], "_", color="red", ms=12)
+    axis.set(title="parts of the fullest decode step", ylabel="ms; line: floors, red: the whole step")
+    axis.tick_params(axis="x", labelsize=7)
+    if rows:
+        axis.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _label(row: dict[str, Any]) -> str:

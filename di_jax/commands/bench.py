@@ -1,6 +1,6 @@
 """`bench`: tokens/s of prefill and decode through the real engine (kind engine), its results file and table.
 
-`bench_host` has the rows of kind host (cli-contract, bench).
+`bench_host` has the rows of kind host, `bench_slice` those of kind slice (cli-contract, bench).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from di_jax.commands import bench_host
+from di_jax.commands.bench_slice import measuring as bench_slice
 from di_jax.commands.records import print_result
 from di_jax.commands.roofline import NOTE, Peaks, measure_peaks, step_cost
 from di_jax.config import BenchGroup, Config
@@ -42,7 +43,7 @@ from di_jax.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-HOST = "host"
+HOST, SLICE = "host", "slice"
 SEED = 20260910
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 # Steps launched one after the other, before the first one's end, to see what one takes without the host; and how often.
@@ -64,25 +65,34 @@ def run(config: Config, args: argparse.Namespace) -> int:
     output: Path | None = getattr(args, "output", None)
     history = [] if output is None else _history(output, kind, device)
     bar = partial(tqdm, desc="measuring", unit="run", disable=None, file=sys.stderr)
-    if kind == HOST:
-        measured, roofline = bench_host.measure(config, bar), {"note": bench_host.NOTE}
-    else:
-        measured, roofline = measure(config, bar)
     today = datetime.date.today().isoformat()
     common = {"date": today, "model": config.model.path, "dtype": config.model.dtype, "cpu_cores": os.cpu_count()}
-    rows = [{**row, **common} for row in measured]
-    result = {
+    result: Row = {
         "kind": kind,
         "device": device,
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
-        "roofline": roofline,
     }
+    rows: list[Row] = []
+
+    def keep(measured: Sequence[Row]) -> None:
+        """Adds rows, to the output too."""
+        rows.extend({**row, **common} for row in measured)
+        if output is not None and processes.current().is_first:
+            committed = {**result, "command": _command(args), "date": today, "rows": history + rows}
+            output.write_text(json.dumps(committed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    if kind == HOST:
+        measured, result["roofline"] = bench_host.measure(config, bar), {"note": bench_host.NOTE}
+    elif kind == SLICE:
+        # Each row at once: the next one may take minutes.
+        measured, result["roofline"] = [], bench_slice.measure(config, bar, lambda row: keep([row]))
+    else:
+        measured, result["roofline"] = measure(config, bar)
+    keep(measured)
     if not processes.current().is_first:
         return 0  # of several processes the first one reports; its rows count the tokens of all
-    print_result(bench_host.table(rows) if kind == HOST else table(rows))
+    print_result({HOST: bench_host.table, SLICE: bench_slice.table}.get(kind, table)(rows))
     if output is not None:
-        committed = {**result, "command": _command(args), "date": today, "rows": history + rows}
-        output.write_text(json.dumps(committed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         logger.info("wrote %d rows to %s, %d of them from before", len(history + rows), output, len(history))
     if args.json:
         print_result(json.dumps({**result, "rows": rows}))

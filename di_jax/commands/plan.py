@@ -26,6 +26,7 @@ from flax import nnx
 
 from di_jax.checkpoint.hub import DEMO, resolve_checkpoint
 from di_jax.checkpoint.mapping import host_specs
+from di_jax.commands.bench_slice.deployment import deployment
 from di_jax.commands.plan_cost import draft_cost, total
 from di_jax.commands.plan_tables import tables
 from di_jax.commands.records import print_result
@@ -109,6 +110,8 @@ class PlanReport:
 def run(config: Config, args: argparse.Namespace) -> int:
     """Prints the plan as tables, with --json also as one object; with --output draws the layout as SVG. Returns 0."""
     began = time.perf_counter()
+    if config.bench.kind == "slice":  # a config of one rank: what is planned is the deployment
+        config = deployment(config)
     model_config = released_config(config.model.path, config.model.revision)
     planner = Planner(config, model_config)
     output: Path | None = getattr(args, "output", None)
