@@ -37,7 +37,8 @@ def test_scripts_and_their_files_exist(command: str) -> None:
 def test_script_modules_have_the_options_that_are_shown(command: str) -> None:
     words = shlex.split(command)
     module = words[words.index("-m") + 1]
-    source = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    path = ROOT / module.replace(".", "/")
+    source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     for option in (word for word in words if word.startswith("--")):
         assert f'"{option}"' in source, option
 

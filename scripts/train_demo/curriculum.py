@@ -37,14 +37,16 @@ STAGES = {
 }
 
 
-def plan_of(words: list[str]) -> list[tuple[Stage, float]]:
-    """`NAME` or `NAME:MINUTES` each -> (stage, seconds at most)."""
+def plan_of(words: list[str], rows: int | None = None, length: int | None = None) -> list[tuple[Stage, float]]:
+    """`NAME` or `NAME:MINUTES` each -> (stage, seconds at most). rows, length: instead of those of the stages."""
     plan = []
     for word in words:
         name, _, minutes = word.partition(":")
         if name not in STAGES:
             raise ValueError(f"--stages: unknown stage {name!r}; there are {', '.join(STAGES)}")
-        plan.append((STAGES[name], 60 * float(minutes) if minutes else math.inf))
+        stage = STAGES[name]
+        stage = dataclasses.replace(stage, batch=rows or stage.batch, length=length or stage.length)
+        plan.append((stage, 60 * float(minutes) if minutes else math.inf))
     return plan
 
 
@@ -84,6 +86,7 @@ class Clock:
     stage_s: float = 0.0
     stage_done: bool = False
     recall: float = 0.0  # share of right values beyond the window in the last interval
+    done: bool = False  # its schedule is used up
 
     def remaining(self, plan: list[tuple[Stage, float]]) -> list[tuple[Stage, float]]:
         """The part of the plan that is still to do: from the clock's stage on, or all if it is not in the plan."""

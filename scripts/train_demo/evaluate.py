@@ -14,10 +14,13 @@ import json
 import math
 import platform
 import sys
+import time
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -32,6 +35,7 @@ from scripts.train_demo import ngram_baseline
 
 TASKS = ("copy", "reverse", "sort", "calc", "fact", "json", "chat", "tool")
 DISTANCES = (256, 512, 1024, 2048, 4096)
+SETS = (*TASKS, *(f"recall_{distance}" for distance in DISTANCES))
 # The gates that the training aims at (held-out, greedy).
 GATES = {
     "copy": 0.95,
@@ -62,17 +66,13 @@ def engine_config(checkpoint: Path, dtype: str, compile_dir: str | None) -> Any:
     return load_config("quickstart", overrides)
 
 
-def exact_rates(llm: LLM, data: Path, limit: int) -> dict[str, dict[str, Any]]:
-    """Share of right answers of every set, judged by the rule that its items name."""
-    results = {}
-    for name in (*TASKS, *(f"recall_{d}" for d in DISTANCES)):
-        items = load_items(data / "eval" / f"{name}.jsonl")[:limit]
-        prompts = [{"prompt_token_ids": list(item.prompt_token_ids or ())} for item in items]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, skip_special_tokens=True))
-        right = [judge_by_rule(item, out.outputs[0].text).correct for item, out in zip(items, outputs, strict=True)]
-        results[name] = {"n": len(items), "score": float(np.mean(right)), "metric": "exact", "gate": GATES.get(name)}
-        print(f"{name}: {results[name]['score']:.3f} of {len(items)}", file=sys.stderr, flush=True)
-    return results
+def exact_rate(llm: LLM, data: Path, name: str, limit: int) -> dict[str, Any]:
+    """Share of right answers of a set, judged by the rule that its items name."""
+    items = load_items(data / "eval" / f"{name}.jsonl")[:limit]
+    prompts = [{"prompt_token_ids": list(item.prompt_token_ids or ())} for item in items]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, skip_special_tokens=True))
+    right = [judge_by_rule(item, out.outputs[0].text).correct for item, out in zip(items, outputs, strict=True)]
+    return {"n": len(items), "score": float(np.mean(right)), "metric": "exact", "gate": GATES.get(name)}
 
 
 def perplexity(parts: EngineParts, text: np.ndarray) -> float:
@@ -87,44 +87,93 @@ def perplexity(parts: EngineParts, text: np.ndarray) -> float:
     return math.exp(total / count)
 
 
+class Findings:
+    """What has been measured, kept in a file after every measurement: a later call for the same goes on from it.
+
+    what: the options that results depend on.
+    """
+
+    def __init__(self, file: Path, what: dict[str, Any], deadline: float) -> None:
+        self.file, self.what, self.deadline = file, what, deadline
+        self.found: dict[str, dict[str, Any]] = {"perplexity": {}, "tasks": {}}
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if kept.get("what") == what:
+            self.found = kept["found"]
+
+    def missing(self, kind: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name not in self.found[kind]]
+
+    def over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def keep(self, kind: str, name: str, value: Any) -> None:
+        self.found[kind][name] = value
+        self.file.write_text(json.dumps({"what": self.what, "found": self.found}) + "\n", encoding="utf-8")
+        shown = value["score"] if isinstance(value, dict) else value
+        print(f"{kind} {name}: {shown}", file=sys.stderr, flush=True)
+
+
+def measure(findings: Findings, args: argparse.Namespace) -> bool:
+    """Measures what is missing until the time is over; whether nothing is missing any more."""
+    texts = {name: np.load(args.data / f"{name}_eval.npy")[: args.text_tokens] for name in ("english", "python")}
+    if findings.missing("perplexity", ["english_five_gram_kneser_ney"]):
+        baseline = ngram_baseline.perplexity(np.load(args.data / "english_train.npy"), texts["english"])
+        findings.keep("perplexity", "english_five_gram_kneser_ney", round(baseline, 4))
+    folders = {"": args.checkpoint, **({"_masters": args.masters} if args.masters else {})}
+    for suffix, folder in folders.items():
+        names = findings.missing("perplexity", (name + suffix for name in texts))
+        if not names or findings.over():
+            continue
+        parts = build_engine_parts(engine_config(folder, args.dtype, args.compile_dir))
+        for name in names:
+            if not findings.over():
+                text = texts[name.removesuffix("_masters")]
+                findings.keep("perplexity", name, round(perplexity(parts, text), 4))
+        del parts
+    names = findings.missing("tasks", args.sets)
+    if names and not findings.over():
+        with LLM(engine_config(args.checkpoint, args.dtype, args.compile_dir)) as llm:
+            for name in names:
+                if not findings.over():
+                    findings.keep("tasks", name, exact_rate(llm, args.data, name, args.limit))
+    lengths = {name: len(text) for name, text in texts.items()}
+    findings.found["perplexity"] = {"tokens": lengths, **findings.found["perplexity"]}
+    everything = [name + suffix for suffix in folders for name in texts]
+    return not findings.missing("perplexity", everything) and not findings.missing("tasks", args.sets)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="evaluate a demo checkpoint")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--masters", type=Path, help="the same weights, exported with --unquantized")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON; FILE.partial while something is missing")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no measurement after so many")
+    parser.add_argument("--sets", nargs="+", default=SETS, choices=SETS, metavar="SET", help=f"of {', '.join(SETS)}")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--limit", type=int, default=100, help="items of each set")
     parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of a text for its perplexity")
     parser.add_argument("--compile-dir", default=None)
     args = parser.parse_args(arguments)
-    folders = {"": args.checkpoint, **({"_masters": args.masters} if args.masters else {})}
-    texts = {name: np.load(args.data / f"{name}_eval.npy")[: args.text_tokens] for name in ("english", "python")}
-    baseline = ngram_baseline.perplexity(np.load(args.data / "english_train.npy"), texts["english"])
-    found: dict[str, Any] = {
-        "tokens": {name: len(text) for name, text in texts.items()},
-        "english_five_gram_kneser_ney": round(baseline, 4),
-    }
-    for suffix, folder in folders.items():
-        parts = build_engine_parts(engine_config(folder, args.dtype, args.compile_dir))
-        for name, text in texts.items():
-            found[name + suffix] = round(perplexity(parts, text), 4)
-            print(f"{name}{suffix}: perplexity {found[name + suffix]}", file=sys.stderr, flush=True)
-        del parts
-    with LLM(engine_config(args.checkpoint, args.dtype, args.compile_dir)) as llm:
-        tasks = exact_rates(llm, args.data, args.limit)
+    partial = args.out.with_name(f"{args.out.name}.partial")
+    what = {name: str(getattr(args, name)) for name in ("checkpoint", "masters", "dtype", "limit", "text_tokens")}
+    findings = Findings(partial, what, time.monotonic() + 60 * args.minutes)
+    if not measure(findings, args):
+        print(f"{partial}: something is missing yet; call again")
+        return 0
     result = {
         "kind": "demo-eval",
-        "device": "cpu",
+        "device": jax.devices()[0].device_kind,
         "dtype": args.dtype,
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
         "command": "python -m scripts.train_demo.evaluate --data build/train_demo --checkpoint FOLDER --out FILE",
-        "perplexity": found,
-        "tasks": tasks,
+        **findings.found,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({"perplexity": found, "tasks": {n: t["score"] for n, t in tasks.items()}}))
+    partial.unlink(missing_ok=True)
+    tasks = {name: task["score"] for name, task in findings.found["tasks"].items()}
+    print(json.dumps({"perplexity": findings.found["perplexity"], "tasks": tasks}))
     return 0
 
 

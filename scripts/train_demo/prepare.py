@@ -37,30 +37,34 @@ from scripts.train_demo.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 SEED = corpus.SEED
 EVAL_ITEMS = {"copy": 200, "reverse": 200, "sort": 200, "calc": 300, "fact": 300, "json": 200, "chat": 200, "tool": 100}
 EVAL_RECALLS = 100  # of each distance
+SMALL_SHARE = 50  # a trial has one of so many examples
+SMALL_DISTANCES = (256,)
 # Rules of di_jax.evaluation.judges; the other tasks are judged by their exact text.
 JUDGES = {"json": "json", "calc": "number"}
 
 
-def prepare(folder: Path, packages: Path | None = None, seed: int = SEED) -> dict[str, Any]:
+def prepare(folder: Path, packages: Path | None = None, seed: int = SEED, *, small: bool = False) -> dict[str, Any]:
     """Makes everything in `folder` anew and returns the manifest: token counts, versions, SHA-256 of every file.
 
     packages: where the fetched archives are kept (27 MB; training needs none of them), default beside `folder`.
+    small: a few documents that are at hand, few examples and a small model, to try all of the training on a CPU.
     """
     packages = folder.with_name(f"{folder.name}_packages") if packages is None else packages
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    found = corpus.documents(corpus.fetch(packages))
+    found = corpus.small_documents() if small else corpus.documents(corpus.fetch(packages))
+    share = SMALL_SHARE if small else 1
     trained = tokenizer.train(d.text for d in found if not d.held_out)
     (folder / "tokenizer.json").write_text(trained.to_str(pretty=True) + "\n", encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", tokenizer.settings())
     mapped = token_map(trained, VOCAB_SIZE, PAD_ID)
     np.save(folder / "token_map.npy", mapped)
-    _write_json(folder / "config.json", config_json(VOCAB_SIZE, int(mapped.max()) + 1, VOCAB_SIZE - 1))
+    _write_json(folder / "config.json", config_json(VOCAB_SIZE, int(mapped.max()) + 1, VOCAB_SIZE - 1, small=small))
     counts = write_texts(folder, trained, found)
     for number, (name, count) in enumerate(POOLS.items()):
         made = examples(name, trained, np.random.default_rng([seed, number]), "train")
-        save_pool(folder / f"pool_{name}.npz", _take(made, count, f"making {name}"))
-    write_eval(folder, trained, seed)
+        save_pool(folder / f"pool_{name}.npz", _take(made, count // share, f"making {name}"))
+    write_eval(folder, trained, seed, share, SMALL_DISTANCES if small else DISTANCES)
     manifest = {
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
@@ -103,19 +107,24 @@ def examples(task: str, trained: Tokenizer, rng: np.random.Generator, split: Spl
     return (tasks.sample(task, rng, split) for _ in itertools.count())
 
 
-def write_eval(folder: Path, trained: Tokenizer, seed: int) -> None:
-    """Held-out items of every task as JSON lines in `folder/eval`; recall's filler is held-out English."""
+def write_eval(
+    folder: Path, trained: Tokenizer, seed: int, share: int = 1, distances: Sequence[int] = DISTANCES
+) -> None:
+    """Held-out items of every task as JSON lines in `folder/eval`; recall's filler is held-out English.
+
+    share: one of so many is made.
+    """
     (folder / "eval").mkdir(exist_ok=True)
     for number, (task, count) in enumerate(EVAL_ITEMS.items()):
         made = examples(task, trained, np.random.default_rng([seed, 100, number]), "eval")
-        _write_items(folder, task, trained, _distinct(made, count))
+        _write_items(folder, task, trained, _distinct(made, count // share))
     tasks, english = Tasks(trained), np.load(folder / "english_eval.npy")
     # A prompt that is typed holds no end token, and documents already end with a line end.
     text = english[english != EOS_ID]
-    for distance in DISTANCES:
+    for distance in distances:
         rng = np.random.default_rng([seed, 200, distance])
         made = (tasks.recall(rng, distance, text, "eval") for _ in itertools.count())
-        _write_items(folder, f"recall_{distance}", trained, itertools.islice(made, EVAL_RECALLS))
+        _write_items(folder, f"recall_{distance}", trained, itertools.islice(made, EVAL_RECALLS // share))
 
 
 def _distinct(made: Iterator[Example], count: int) -> Iterator[Example]:
@@ -165,9 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where everything is written")
     parser.add_argument("--packages", type=Path, help="where fetched archives are kept; default: FOLDER_packages")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--small", action="store_true", help="few texts, examples and weights, to try the training on")
     options = parser.parse_args(arguments)
     try:
-        manifest = prepare(options.folder.absolute(), options.packages, options.seed)
+        manifest = prepare(options.folder.absolute(), options.packages, options.seed, small=options.small)
     except corpus.CorpusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

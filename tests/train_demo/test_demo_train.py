@@ -14,7 +14,7 @@ import pytest
 from scripts.train_demo.curriculum import FLOOR, STAGES, WARM_UP, Clock, Rate, curriculum, plan_of
 from scripts.train_demo.tasks import CALC, CLASSES, RECALL
 from scripts.train_demo.train import by_kind, sample_positions
-from scripts.train_demo.train_report import join, kernel_table, plot
+from scripts.train_demo.train_report import join, join_drafts, kernel_table, main, plot
 
 
 def test_stages_are_named_with_their_minutes() -> None:
@@ -22,6 +22,8 @@ def test_stages_are_named_with_their_minutes() -> None:
     assert [(stage.name, seconds) for stage, seconds in plan] == [("dense", 300), ("sparse", 90), ("long", math.inf)]
     with pytest.raises(ValueError, match=r"unknown stage 'thick'; there are dense, sparse"):
         plan_of(["thick:2"])
+    (small, _), (whole, _) = plan_of(["long"], rows=2, length=256)[0], plan_of(["long"])[0]
+    assert (small.batch, small.length, small.name) == (2, 256, "long") and (whole.batch, whole.length) == (8, 4608)
     assert all(stage.length % 128 == 0 and stage.length % (2 * stage.stride) == 0 for stage in STAGES.values())
 
 
@@ -82,6 +84,25 @@ def test_logs_of_stretches_are_joined() -> None:
     assert [r["step"] for r in made] == [10, 30, 50, 51, 53] and [r["stretch"] for r in made] == [1, 1, 1, 2, 2]
     assert made[-1] == {"stretch": 2, "stage": "long", "step": 53, "trained_s": 11.0, "length": 64}
     assert made[0]["stage"] == "128 tokens" and len(join([first, second])) == 8
+
+
+def test_draft_logs_are_joined_and_drawn(tmp_path: Path) -> None:
+    def record(step: int, held_out: bool, **more: int) -> dict:
+        judged = {"held_out": {"all": 1.5, "text": 1.0, "answers": 2.5}} if held_out else {}
+        variation = [0.5 - step / 100] * 5
+        return (
+            {"step": step, "accepted": 1.0, "confidence": 0.5, "entropy": 3.0, "variation": variation} | judged | more
+        )
+
+    first, second = [record(1, False), record(21, True)], [record(1, True, stretch=1), record(9, False, stretch=2)]
+    assert [r["stretch"] for r in join_drafts([first, second])] == [1, 1, 2, 3]
+    assert join_drafts([join_drafts([first, second])]) == join_drafts([first, second])
+    files = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    for file, log in zip(files, (first, second)):
+        file.write_text("".join(json.dumps(r) + "\n" for r in log), encoding="utf-8")
+    assert main([*map(str, files), "--out", str(tmp_path / "draft.jsonl")]) == 0
+    assert len((tmp_path / "draft.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "draft.png").stat().st_size > 10_000
 
 
 def test_the_curves_and_the_kernel_table_are_written(tmp_path: Path) -> None:

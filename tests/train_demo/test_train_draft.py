@@ -23,6 +23,7 @@ from scripts.train_demo import prepare
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.dataset import POOLS, Data
 from scripts.train_demo.parameters import builder, initial, load_parts, save_parts
+from scripts.train_demo.state import progress
 from scripts.train_demo.tasks import ANSWER, IGNORE, PROMPT, TEXT
 from scripts.train_demo.tokenizer import EOS_ID
 from scripts.train_demo.train_draft import anchors, counted, draft_builder, losses, main, overlaps, redrawn
@@ -122,7 +123,7 @@ def test_only_text_is_drawn_anew() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_judged_on_held_out_rows_and_saves_an_average(
+def test_a_run_is_judged_on_held_out_rows_saves_an_average_and_goes_on(
     demo_data: Data, demo_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "data"
@@ -134,7 +135,7 @@ def test_a_run_is_judged_on_held_out_rows_and_saves_an_average(
         lines = [json.dumps(item) for item in items]
         (folder / f"eval/{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     vocabulary = 32 * -(-demo_tokenizer.get_vocab_size() // 32)
-    raw = config_json(vocabulary, vocabulary, vocabulary - 1)
+    raw = config_json(vocabulary, vocabulary, vocabulary - 1, small=True)
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     np.save(folder / "token_map.npy", np.arange(vocabulary, dtype=np.int32))
     config = ModelConfig.from_dict(raw)
@@ -147,15 +148,24 @@ def test_a_run_is_judged_on_held_out_rows_and_saves_an_average(
     call = [
         *("--data", str(folder), "--target", *map(str, sorted(tmp_path.glob("weights-*.npz")))),
         *("--draft", str(tmp_path / "start-0.npz"), "--minutes", "30", "--batch", "2", "--row-length", "128"),
-        *("--steps", "4", "--held-out-rows", "2", "--dtype", "float32", "--soft", "--length", "1", "--drawn", "0.3"),
+        *("--held-out-rows", "2", "--dtype", "float32", "--soft", "--length", "1", "--drawn", "0.3"),
+        *("--state", str(tmp_path / "state"), "--total-minutes", "30", "--out", str(tmp_path / "out")),
     ]
-    assert main([*call, "--out", str(tmp_path / "out")]) == 0
+    assert main([*call, "--steps", "4"]) == 0
+    first = load_parts([tmp_path / "out/draft-0.npz"])
+    assert main([*call, "--steps", "6"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out/draft_log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 4]
+    assert [line["step"] for line in lines] == [1, 4, 5, 6]
+    # The optimizer went on: its warm-up did not begin anew.
+    assert [line["rate"] / lines[0]["rate"] for line in lines] == pytest.approx([1, 4, 5, 6])
     for line in lines:
-        assert set(line["held_out"]) == {"all", "text", "answers"} and len(line["variation"]) == BLOCK
+        assert ("held_out" in line) is (line["step"] != 5) and len(line["variation"]) == BLOCK
+    for line in (line for line in lines if "held_out" in line):
         parts = sorted((line["held_out"]["text"], line["held_out"]["answers"]))
         assert parts[0] <= line["held_out"]["all"] <= parts[1]
     saved = load_parts([tmp_path / "out/draft-0.npz"])
     assert {path.removeprefix(LEAF_PREFIX): v.shape for path, v in saved.items()} == shapes
-    assert any(np.abs(saved[LEAF_PREFIX + path] - start[path]).max() > 1e-4 for path in shapes)
+    for before in (start, {path.removeprefix(LEAF_PREFIX): v for path, v in first.items()}):
+        assert any(np.abs(saved[LEAF_PREFIX + path] - before[path]).max() > 1e-4 for path in shapes)
+    clock = progress(tmp_path / "out", "draft")
+    assert clock is not None and clock.step == clock.optimizer_steps == 6 and clock.done

@@ -1,0 +1,192 @@
+"""The demo model from nothing, one command: called again, it goes on where the last call ended.
+
+    python -m scripts.train_demo --out build/demo              # one GPU; about five calls of nine minutes
+    python -m scripts.train_demo --out build/trial --small     # everything in small, on a CPU in two minutes
+
+The stages, in order: data, three trainings of the model (`end-1` to `end-3`), what quantization costs, their average,
+the draft, the checkpoint, its evaluation, the draft's calibration, curves. A stage that is done is left alone. A call
+ends before `--minutes` are over, with status 0, and says on its last line what is `next`; trainings and the evaluation
+are cut where the time ends and go on in the next call, from an Orbax checkpoint with the optimizer.
+
+The folder may move to another machine between two calls, without its `state` folders and `compiled`: an unfinished
+training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Only
+`compare` needs the state that `end-3` ended with, where it is.
+
+Each stage is a command of its own with the options below, those that the bundled weights were made with;
+`--options 'draft=--peak 1e-3 --total-minutes 4'` adds to them or replaces some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scripts import fit_sts, plot_eval
+from scripts.train_demo import average, compare, evaluate, export, prepare, train, train_draft, train_report
+from scripts.train_demo.state import progress
+
+ENDS = ("end-1", "end-2", "end-3")
+# The first training learns to write, the second sums, the third recall: with attention to everything first, and with a
+# rate that decays. An H200 reads 280,000 tokens/s in rows of 1,024 and 150,000 in rows of 4,608.
+OPTIONS = {
+    "end-1": "--stages sparse:2.3 long --total-minutes 4 --decay-from 4",
+    "end-2": "--stages dense:5 sparse --total-minutes 6.1 --decay-from 6.1",
+    "end-3": "--stages dense:5 long --total-minutes 9.4 --decay-from 6.7",
+    "draft": "--stride 4 --batch 16 --soft --length 2 --drawn 0.2 --peak 2e-3 --total-minutes 9 "
+    "--held-out-rows 64 --held-out-every 500",
+}
+ROWS = "--rows 4 --row-length 256"
+SMALL_OPTIONS = {
+    "data": "--small",
+    "end-1": f"{ROWS} --stages sparse --total-minutes 0.03",
+    "end-2": f"{ROWS} --stages dense:0.01 sparse --total-minutes 0.08",
+    "end-3": f"{ROWS} --stages sparse --total-minutes 0.03",
+    "compare": "--text-tokens 1500 --row-length 256",
+    "draft": "--stride 4 --batch 2 --row-length 128 --soft --length 2 --drawn 0.2 --peak 2e-3 --total-minutes 0.03 "
+    "--held-out-rows 2 --held-out-every 20 --steps 8",
+    "evaluate": "--sets copy recall_256 --limit 2 --text-tokens 1500",
+    "calibrate": "--length 256 --rows 8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One command of the whole.
+
+    arguments: of the command, from the minutes that it may take. least: minutes without which it is not begun, unless
+    the call begins with it. finished: whether nothing is left of it, once the command has returned.
+    """
+
+    name: str
+    command: Callable[[list[str]], int]
+    arguments: Callable[[float], list[Any]]
+    least: float = 1.0
+    finished: Callable[[], bool] = lambda: True
+
+
+def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
+    """All stages in the folder `out`. data: a prepared folder; None makes one there, from archives in `packages`."""
+    source = ["--data", out / "data" if data is None else data]
+    ends, averaged, draft = [out / name for name in ENDS], out / "averaged", out / "draft"
+    exported, evaluation = out / "checkpoint", out / "eval.json"
+
+    def weights(folder: Path, prefix: str = "weights") -> list[Path]:
+        return sorted(folder.glob(f"{prefix}-[0-9]*.npz"))
+
+    def trained(folder: Path, prefix: str) -> bool:
+        clock = progress(folder, prefix)
+        return clock is not None and clock.done
+
+    def training(number: int) -> Stage:
+        folder = ends[number]
+
+        def arguments(minutes: float) -> list[Any]:
+            before = ["--weights", *weights(ends[number - 1])] if number else []
+            stretch = ["--state", folder / "state", "--out", folder, "--minutes", minutes, "--seed", number]
+            return [*source, *before, *stretch]
+
+        return Stage(folder.name, train.main, arguments, 2.0, lambda: trained(folder, "weights"))
+
+    def drafting(minutes: float) -> list[Any]:
+        stretch = ["--state", draft / "state", "--out", draft, "--minutes", minutes]
+        return [*source, "--target", *weights(averaged), *stretch]
+
+    def evaluating(minutes: float) -> list[Any]:
+        until = ["--minutes", max(minutes - 1.0, 0.5), "--compile-dir", out / "compiled"]
+        return [*source, "--checkpoint", exported, "--out", evaluation, *until]
+
+    def exporting(_: float) -> list[Any]:
+        return [*source, "--weights", *weights(averaged), *weights(draft, "draft"), "--out", exported]
+
+    def preparing(_: float) -> list[Any]:
+        return ["--folder", source[1], *(["--packages", packages] if packages else [])]
+
+    masters = ["--state", ends[-1] / "state", "--out", out / "masters.json"]
+    logs, log = [end / "log.jsonl" for end in ends], out / "training-log.jsonl"
+    drawn = [draft / "draft_log.jsonl", "--out", out / "draft-log.jsonl"]
+    plan = [
+        Stage("data", prepare.main, preparing),
+        *(training(number) for number in range(len(ends))),
+        Stage("compare", compare.main, lambda _: [*source, *masters]),
+        Stage("average", average.main, lambda _: [*source, "--ends", *ends, "--out", averaged]),
+        Stage("draft", train_draft.main, drafting, 2.0, lambda: trained(draft, "draft")),
+        Stage("export", export.main, exporting),
+        Stage("evaluate", evaluate.main, evaluating, 2.0, evaluation.is_file),
+        Stage("calibrate", fit_sts.main, lambda _: [*source, "--checkpoint", exported, "--out", out / "sts.json"]),
+        Stage("curves", train_report.main, lambda _: [*logs, "--out", log], 0.2),
+        Stage("draft-curves", train_report.main, lambda _: drawn, 0.2),
+        Stage("bars", plot_eval.main, lambda _: [evaluation], 0.2),
+    ]
+    return plan if data is None else plan[1:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_demo", description="train the demo model, in calls of a few minutes"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder of everything; build/demo")
+    parser.add_argument("--data", type=Path, help="what scripts.train_demo.prepare made; default: made in --out")
+    parser.add_argument("--packages", type=Path, help="where the archives of the texts are, or are fetched to")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call, at least 1; 9")
+    parser.add_argument("--small", action="store_true", help="a small model, few texts and steps: a trial on a CPU")
+    parser.add_argument("--options", action="append", default=[], metavar="STAGE=WORDS", help="more for a stage")
+    parser.add_argument("--skip", action="append", default=[], metavar="STAGE", help="takes it for done")
+    args = parser.parse_args(arguments)
+    began = time.monotonic()
+    if not args.minutes >= 1:
+        parser.error(f"--minutes {args.minutes:g}: compiling and saving alone take 1")
+    out = args.out.absolute()
+    plan = stages(out, args.data and args.data.absolute(), args.packages and args.packages.absolute())
+    names = [stage.name for stage in plan]
+    if unknown := [name for name in args.skip if name not in names]:
+        parser.error(f"--skip {unknown[0]}: not one of {', '.join(names)}")
+    options = {name: words.split() for name, words in (SMALL_OPTIONS if args.small else OPTIONS).items()}
+    for given in args.options:
+        name, equals, words = given.partition("=")
+        if not equals or name not in names:
+            parser.error(f"--options {given}: not STAGE=WORDS with a STAGE of {', '.join(names)}")
+        options[name] = [*options.get(name, []), *shlex.split(words)]
+    out.mkdir(parents=True, exist_ok=True)
+    ledger = out / "stages.json"
+    kept = json.loads(ledger.read_text(encoding="utf-8")) if ledger.is_file() else {}
+    if kept.setdefault("small", args.small) != args.small:
+        parser.error(f"--out {out}: begun {'with' if kept['small'] else 'without'} --small; name another folder")
+    done, seconds = kept.setdefault("done", []), kept.setdefault("seconds", {})
+    done += [name for name in args.skip if name not in done]
+    jax.config.update("jax_compilation_cache_dir", str(out / "compiled"))
+    todo = [stage for stage in plan if stage.name not in done]
+    for stage in todo:
+        start = time.monotonic()
+        left = args.minutes - (start - began) / 60
+        if left < stage.least and stage is not todo[0]:
+            break
+        print(
+            f"[{plan.index(stage) + 1}/{len(plan)}] {stage.name}: {left:.1f} minutes left", file=sys.stderr, flush=True
+        )
+        words = [str(word) for word in stage.arguments(round(left, 3))] + options.get(stage.name, [])
+        if code := stage.command(words):
+            return code
+        seconds[stage.name] = round(seconds.get(stage.name, 0.0) + time.monotonic() - start, 1)
+        if stage.finished():
+            done.append(stage.name)
+        ledger.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        if stage.name not in done:
+            break
+    following = next((name for name in names if name not in done), None)
+    print(json.dumps({"done": len(done), "of": len(plan), "next": following}))
+    if following is not None:
+        print(f"call again: {following} is next", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What the released formats cost: perplexity of float32 master weights, and of the checkpoint that they become.
+
+python -m scripts.train_demo.compare --data build/train_demo --state build/state --out masters.json
+
+--state is where `train` left its last stretch: there the masters are float32, as the optimizer has them. --weights is
+what travelled: bfloat16, and e4m3 with a float32 scale for 32 weights of experts and tables. They are exported, read
+back, and both run through one program in float32, over the same held-out text: only the weights differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm
+
+from di_jax.model.config import ModelConfig
+from di_jax.model.engram_tables import EngramTables
+from di_jax.model.linear import Numerics
+from di_jax.model.quantization import CacheFormats
+from scripts.train_demo.curriculum import Clock
+from scripts.train_demo.dataset import text_rows
+from scripts.train_demo.export import export
+from scripts.train_demo.forward import cross_entropy, forward
+from scripts.train_demo.parameters import builder, from_checkpoint, load_parts
+from scripts.train_demo.state import State
+
+Weights = Mapping[str, np.ndarray]
+ROW, CONTEXT, BATCH = 1024, 256, 8  # rows of so many tokens, of which the first are context only
+# Weights as they are; the cache quantizers belong to the function that was trained.
+EXACT = Numerics(jnp.dtype(jnp.float32), CacheFormats.straight_through(), False, False)
+
+
+def masters(state: Path, config: ModelConfig, tables: EngramTables) -> tuple[dict[str, np.ndarray], Clock]:
+    """(fp32 weights, clock) at the end of the last stretch. Raises FileNotFoundError."""
+    _, shapes = builder(config, Numerics.training("float32"), tables)
+    template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    found = State(state).restore({"weights": template}) if state.is_dir() else None
+    if found is None:
+        raise FileNotFoundError(f"{state}: no state of a training; masters are on the machine that trained, only")
+    return {path: np.asarray(value) for path, value in found[0]["weights"].items()}, found[1]
+
+
+def measure(
+    config: ModelConfig, tables: EngramTables, length: int = ROW, context: int = CONTEXT, batch: int = BATCH
+) -> Callable[[Weights, np.ndarray], float]:
+    """A function of fp32 weights and a text [N]: exp(mean negative log-likelihood), no weight rounded.
+
+    The text is cut into rows of `length` tokens, of which the first `context` are not counted again.
+    """
+    build, _ = builder(dataclasses.replace(config, quantization=None), EXACT, tables)
+
+    @jax.jit
+    def run(weights: Mapping[str, Array], tokens: Array, counted: Array) -> Array:
+        """fp32 [2, 3]: loss, hits and tokens of those that are not counted, and of those that are."""
+        model = build(weights)
+        out = forward(model, tokens[:, :-1], None)
+        _, sums = cross_entropy(model, out.hidden, tokens[:, 1:].reshape(-1), counted.reshape(-1), jnp.ones(2))
+        return sums
+
+    def perplexity(weights: Weights, text: np.ndarray) -> float:
+        rows = text_rows(text, length, context)
+        missing = -len(rows["tokens"]) % batch
+        tokens, counted = (np.pad(rows[name], ((0, missing), (0, 0))) for name in ("tokens", "weights"))
+        on_device = {path: jnp.asarray(value) for path, value in weights.items()}
+        total = np.zeros(3)
+        for first in tqdm(range(0, len(tokens), batch), desc="perplexity", disable=None, file=sys.stderr):
+            some = slice(first, first + batch)
+            total += np.asarray(run(on_device, tokens[some], counted[some].astype(np.uint8))[1], np.float64)
+        return math.exp(total[0] / total[2])
+
+    return perplexity
+
+
+def rounding(weights: Weights, exported: Weights) -> dict[str, float]:
+    """RMS of what the export changed, relative to that of the weights: of experts (e2m1) and of all others.
+
+    Small numbers would say that the masters lie next to values of the formats, as dequantized weights do.
+    """
+    sums = {name: np.zeros(2) for name in ("experts", "others")}
+    for path, value in weights.items():
+        of = sums["experts" if ".experts." in path else "others"]
+        of += np.sum((exported[path] - value) ** 2, dtype=np.float64), np.sum(value**2, dtype=np.float64)
+    return {name: float(np.sqrt(changed / whole)) for name, (changed, whole) in sums.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="compare float32 master weights with their quantized export")
+    parser.add_argument("--data", type=Path, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--state", type=Path, help="of the last stretch of scripts.train_demo.train")
+    source.add_argument("--weights", type=Path, nargs="+", help="weight files that a stretch left")
+    parser.add_argument("--out", type=Path, required=True, help="JSON")
+    parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of each text")
+    parser.add_argument("--row-length", type=int, default=ROW, help="tokens of a row, a multiple of 128")
+    args = parser.parse_args(arguments)
+    config = ModelConfig.from_file(args.data / "config.json")
+    tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
+    trained: dict[str, Any] = {}
+    if args.weights:
+        weights = load_parts(args.weights)
+    else:
+        weights, clock = masters(args.state, config, tables)
+        trained = {"trained": {"steps": clock.step, "seconds": round(clock.trained_s, 1)}}
+    with tempfile.TemporaryDirectory() as folder:
+        export(args.data, weights, Path(folder), draft=False)
+        exported = from_checkpoint(Path(folder), config)
+    perplexity = measure(config, tables, args.row_length, args.row_length // 4)
+    texts: dict[str, Any] = {}
+    for name in ("english", "python"):
+        text = np.load(args.data / f"{name}_eval.npy")[: args.text_tokens]
+        found = {"masters": perplexity(weights, text), "quantized_export": perplexity(exported, text)}
+        ratio = found["quantized_export"] / found["masters"]
+        texts[name] = {"tokens": len(text), **{k: round(v, 4) for k, v in found.items()}, "ratio": round(ratio, 5)}
+    result = {
+        "kind": "demo-masters",
+        "device": jax.devices()[0].device_kind,
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
+        "date": datetime.date.today().isoformat(),
+        "command": "python -m scripts.train_demo.compare --data build/train_demo "
+        f"{'--weights FILES' if args.weights else '--state FOLDER'} --out FILE",
+        "masters": "travelled" if args.weights else "float32",
+        **trained,
+        "rounding": {name: round(value, 5) for name, value in rounding(weights, exported).items()},
+        "perplexity": texts,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(texts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""python -m scripts.train_demo: stages in order, interrupted and resumed; and all of them in small."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from scripts.train_demo import __main__ as command
+from scripts.train_demo.__main__ import OPTIONS, SMALL_OPTIONS, Stage, stages
+from scripts.train_demo.curriculum import plan_of
+from scripts.train_demo.dataset import Data
+from scripts.train_demo.parameters import load_parts
+
+ROOT = Path(__file__).parents[2]
+
+
+class Calls:
+    """Three stages that take `minutes` each; `b` needs `parts` calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, minutes: float = 1.0, parts: int = 1) -> None:
+        self.minutes, self.parts, self.now = minutes, parts, 0.0
+        self.made: list[tuple[str, list[str]]] = []
+        self.of_b = 0
+        self.status = 0
+        monkeypatch.setattr(command, "stages", self.stages)
+        monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(jax.config, "update", lambda *_: None)
+
+    def run(self, name: str) -> Callable[[list[str]], int]:
+        def made(arguments: list[str]) -> int:
+            self.made.append((name, arguments))
+            self.of_b += name == "b"
+            self.now += 60 * self.minutes
+            return self.status
+
+        return made
+
+    def stages(self, out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
+        def arguments(minutes: float) -> list[Any]:
+            return ["--minutes", minutes]
+
+        finished = {"b": lambda: self.of_b >= self.parts}
+        return [Stage(n, self.run(n), arguments, 2.0, finished.get(n, lambda: True)) for n in "abc"]
+
+    def names(self) -> str:
+        """What was called since the last time."""
+        made = "".join(name for name, _ in self.made)
+        self.made = []
+        return made
+
+
+def called(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert command.main(["--out", str(tmp_path), *arguments]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_stages_that_are_done_are_left_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = Calls(monkeypatch)
+    assert called(tmp_path, capsys) == {"done": 3, "of": 3, "next": None} and calls.names() == "abc"
+    assert called(tmp_path, capsys) == {"done": 3, "of": 3, "next": None} and calls.names() == ""
+    assert json.loads((tmp_path / "stages.json").read_text())["seconds"] == {"a": 60.0, "b": 60.0, "c": 60.0}
+
+
+def test_a_call_begins_nothing_that_it_has_no_time_for(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = Calls(monkeypatch)
+    assert called(tmp_path, capsys, "--minutes", "3.5") == {"done": 2, "of": 3, "next": "c"}
+    assert calls.made == [("a", ["--minutes", "3.5"]), ("b", ["--minutes", "2.5"])] and calls.names() == "ab"
+    # What it begins with it begins, however little time it has: it would never come to it otherwise.
+    assert called(tmp_path, capsys, "--minutes", "1")["next"] is None and calls.names() == "c"
+
+
+def test_a_stage_that_is_cut_goes_on_before_the_next(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = Calls(monkeypatch, parts=3)
+    for expected, following in (("ab", "b"), ("b", "b"), ("bc", None)):
+        assert called(tmp_path, capsys)["next"] == following and calls.names() == expected
+    assert json.loads((tmp_path / "stages.json").read_text())["seconds"]["b"] == 180.0
+
+
+def test_a_failing_stage_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = Calls(monkeypatch)
+    calls.status = 3
+    assert command.main(["--out", str(tmp_path)]) == 3 and calls.names() == "a"
+    calls.status = 0
+    assert called(tmp_path, capsys)["done"] == 3 and calls.names() == "abc"
+
+
+def test_options_are_added_and_stages_skipped(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = Calls(monkeypatch)
+    called(tmp_path, capsys, "--options", "b=--peak 1e-3 --soft", "--skip", "c")
+    assert calls.made == [("a", ["--minutes", "9.0"]), ("b", ["--minutes", "8.0", "--peak", "1e-3", "--soft"])]
+    wrong = (["--options", "b"], ["--options", "x=1"], ["--skip", "x"], ["--minutes", "0.5"], ["--small"])
+    messages = ("not STAGE=WORDS", "a, b, c", "not one of a, b, c", "compiling and saving", "begun without --small")
+    for arguments, message in zip(wrong, messages, strict=True):
+        with pytest.raises(SystemExit):
+            command.main(["--out", str(tmp_path), *arguments])
+        assert message in capsys.readouterr().err
+
+
+def test_the_options_name_stages_and_both_sets_train_alike(tmp_path: Path) -> None:
+    names = [stage.name for stage in stages(tmp_path, None, None)]
+    assert names == [s.name for s in [*stages(tmp_path, None, None)[:1], *stages(tmp_path, tmp_path, None)]]
+    assert {*OPTIONS, *SMALL_OPTIONS} <= {*names}
+    for options in (OPTIONS, SMALL_OPTIONS):
+        for stage in stages(tmp_path, None, tmp_path):
+            words = [*map(str, stage.arguments(5.0)), *options.get(stage.name, "").split()]
+            source = inspect.getsource(inspect.getmodule(stage.command))
+            assert all(f'"{word}"' in source for word in words if word.startswith("--")), stage.name
+        for end in command.ENDS:
+            words = options[end].split("--stages ")[1].split(" --")[0].split()
+            assert plan_of(words)
+        for word in ("--stride 4", "--soft", "--length 2", "--drawn 0.2", "--peak 2e-3"):
+            assert f"{word} " in options["draft"]
+
+
+@pytest.mark.slow
+def test_the_whole_in_small_interrupted_twice(tmp_path: Path) -> None:
+    """From nothing to an evaluated checkpoint with a draft; one training loses its state, as between machines."""
+    out = tmp_path / "out"
+
+    def call(*more: str) -> dict[str, Any]:
+        words = [sys.executable, "-m", "scripts.train_demo", "--small", "--out", str(out), *more]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def log(path: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (out / path).read_text(encoding="utf-8").splitlines()]
+
+    # No time but for one step, which every call makes.
+    assert call("--options", "end-1=--minutes 0.5") == {"done": 1, "of": 13, "next": "end-1"}
+    assert [record["step"] for record in log("end-1/log.jsonl")] == [1]
+    shutil.rmtree(out / "end-1/state")
+    assert call("--options", "draft=--minutes 0.3")["next"] == "draft"
+    records = log("end-1/log.jsonl")
+    assert records[1]["step"] == 2 and records[1]["rate"] == records[0]["rate"]  # a fresh optimizer warms up again
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert [record["step"] for record in log("draft/draft_log.jsonl")] == [1]
+    assert call() == {"done": 13, "of": 13, "next": None}
+    records = log("draft/draft_log.jsonl")
+    assert records[1]["step"] == 2 and records[1]["rate"] == pytest.approx(2 * records[0]["rate"])  # the same one
+    assert records[-1]["step"] == 8 and "held_out" in records[-1]
+    assert {record["stage"] for record in log("end-2/log.jsonl")} == {"dense", "sparse"}
+
+    for picture in ("end-1/loss.png", "training-log.png", "draft-log.png", "eval.png", "sts.png"):
+        assert (out / picture).stat().st_size > 5_000, picture
+    masters = json.loads((out / "masters.json").read_text())
+    assert masters["masters"] == "float32" and masters["trained"]["steps"] >= 21
+    for found in masters["perplexity"].values():
+        assert found["ratio"] == pytest.approx(1, abs=0.05) and found["ratio"] != 1
+    evaluated = json.loads((out / "eval.json").read_text())
+    assert set(evaluated["tasks"]) == {"copy", "recall_256"} and not (out / "eval.json.partial").exists()
+    # The average of the ends, cooled, as the engine scores it: worse than none of them would be by chance.
+    assert 1 < evaluated["perplexity"]["english"] < 4608
+    saved = load_parts(sorted((out / "draft").glob("draft-[0-9].npz")))
+    assert any("markov_head" in path for path in saved) and Data(out / "data").text["english"].size > 5_000
+    assert call() == {"done": 13, "of": 13, "next": None}
