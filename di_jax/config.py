@@ -271,9 +271,9 @@ class KernelOps(Group):
     """An implementation for one operation; null follows `kernels.implementation`."""
 
     PATH: ClassVar[str] = "kernels.ops"
-    hyper_connections: str | None = key(None, choices=(None, "auto", "reference"))
-    index_topk: str | None = key(None, choices=(None, "auto", "reference"))
-    sparse_attention: str | None = key(None, choices=(None, "auto", "reference"))
+    hyper_connections: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
+    index_topk: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
+    sparse_attention: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
     compress_store: str | None = key(None, choices=(None, "auto", "reference"))
     expert_ffn: str | None = key(None, choices=(None, "auto", "reference", "dense"))
 

@@ -112,7 +112,8 @@ class Run:
 
     def numbers(self) -> dict[str, float]:
         """As in a row of the results. Lengths are means over a sequence's steps; tau: tokens of one; drafted_share: of
-        its steps, those that had drafts to verify; rows: of a step, padded."""
+        its steps, those that had drafts to verify; bare_share: of all decode steps, those that left a draft no context;
+        rows: of a step, padded."""
         decodes = self.decodes
         sequence_steps = sum(step.num_sequences for step in decodes)
         live = max(1, self.counts["decode_steps"])
@@ -124,6 +125,7 @@ class Run:
             "accepted": self.counts["accepted"] / live,
             "tau": self.tokens / live,
             "drafted_share": self.counts["drafted"] / (live * self.drafts) if self.drafts else 0.0,
+            "bare_share": sum(step.bucket.bare for step in decodes) / len(decodes),
             "rows": sum(step.bucket.rows for step in decodes) / len(decodes),
             "ended_share": 1 - live / sequence_steps,  # of rows' sequences, those that had ended meanwhile
         }

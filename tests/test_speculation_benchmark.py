@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from fake_device import Drafting
 from fake_engine import Setup, fake_engine
 
+from di_jax.engine.step_plan import Bucket
 from di_jax.errors import ConfigError
 from scripts import speculation_benchmark as benchmark
 from scripts.speculation_benchmark import FIXED, MODES, NONE, VARLEN, Ask, Run
@@ -51,13 +52,14 @@ def test_a_run_has_as_many_requests_as_it_says(mode: str, monkeypatch: pytest.Mo
         assert numbers["rows"] == 24 and numbers["drafted_share"] > 0.9 and 1.5 < numbers["tau"] < 6
     else:
         assert numbers["drafted_share"] < 0.5, "a row costs as much as a step: it soon drafts no more"
+    assert (numbers["bare_share"] > 0.3) == (mode == VARLEN)
 
 
 def run_of(tokens: int, seconds: float) -> Run:
     step: Any = dataclasses.make_dataclass(
         "Step",
         ["kind", "seconds", "num_sequences", "bucket", "schedule_s", "launch_s", "wait_s", "post_s"],
-    )("decode", seconds, 2, dataclasses.make_dataclass("Shape", ["rows"])(12), 0.1, 0.1, 0.1, 0.1)
+    )("decode", seconds, 2, Bucket(True, 12, 1), 0.1, 0.1, 0.1, 0.1)
     counts = {"decode_steps": 2, "drafted": 10, "verified": 10, "accepted": tokens - 2}
     return Run([step], tokens, tokens + 2, 2 * seconds, counts, 5)
 

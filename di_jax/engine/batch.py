@@ -16,25 +16,29 @@ from di_jax.engine.step_plan import FREE_TOKEN, Bucket, BucketLadder, Chunk, Ste
 from di_jax.engine.step_policy import DECODE, PREFILL
 from di_jax.engine.verification import Round
 
+# What a decode step has to do for drafts, from the least on: nothing, leave the draft its context, verify some.
+BARE, CONTEXT, VERIFIES = range(3)
+
 
 @dataclass(frozen=True)
 class Need:
     """The smallest bucket that holds a batch: rows, kept rows of the decoder layers and blocks of context; of an engine
-    that drafts also sequences, and whether there may be drafts to verify. 0: no work."""
+    that drafts also sequences, and BARE, CONTEXT or VERIFIES. 0: no work."""
 
     rows: int = 0
     kept_rows: int = 0
     context_blocks: int = 0
     requests: int = 0
-    verifies: int = 0
+    drafts: int = BARE
 
     def numbers(self) -> list[int]:
-        return [self.rows, self.kept_rows, self.context_blocks, self.requests, self.verifies]
+        return [self.rows, self.kept_rows, self.context_blocks, self.requests, self.drafts]
 
     def bucket(self, ladder: BucketLadder, decode: bool) -> Bucket:
         """The shape of a step in which this is what the rank that needs most needs."""
-        requests = self.requests if self.verifies else 0
-        return ladder.bucket(decode, self.rows, self.context_blocks, self.kept_rows, requests)
+        requests = self.requests if self.drafts == VERIFIES else 0
+        bare = decode and bool(ladder.drafts) and self.drafts == BARE
+        return ladder.bucket(decode, self.rows, self.context_blocks, self.kept_rows, requests, bare)
 
 
 @dataclass(frozen=True)
@@ -150,18 +154,18 @@ class DecodePart:
     @property
     def last_position(self) -> int:
         """The furthest that the step feeds."""
-        if not self.table.num_drafts:
-            return int(self.position.max())
         return int(self.table.last_position(self.slots, self.caps).max())
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One token of every running sequence, or the drafts that follow it too. num_drafts: of a sequence at most."""
+    """One token of every running sequence, or the drafts that follow it too. num_drafts: of a sequence at most. bare:
+    there will be no drafts for so long that a step that verifies none leaves the draft no context."""
 
     parts: list[DecodePart]
     kind: str = DECODE
     num_drafts: int = 0
+    bare: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -173,10 +177,10 @@ class DecodeBatch:
 
     mean_context = 0.0  # decode steps are not what the cost of prefill steps is learned from
 
-    def advance(self, verifies: bool = False) -> None:
-        """The step was launched. verifies: one that may verify drafts."""
+    def advance(self, verifies: bool = False, bare: bool = False) -> None:
+        """The step was launched. verifies: one that may verify drafts. bare: as in `Bucket`."""
         for part in self.parts:
-            part.table.advance(part.slots, part.caps if verifies else None)
+            part.table.advance(part.slots, part.caps if verifies else None, bare)
 
     def need(self, ladder: BucketLadder, ledgers: SequenceOf[BlockManager]) -> Need:
         """Of the rank that needs most."""
@@ -188,9 +192,10 @@ class DecodeBatch:
         bucket = ladder.fit(True, range(rows), blocks)
         if not self.num_drafts or (ladder.varlen and all(part.is_plain for part in self.parts)):
             requests = bucket.rows if self.num_drafts else 0  # another process may have drafts to verify
-            return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks, requests)
+            drafts = CONTEXT if self.num_drafts and not self.bare else BARE
+            return Need(bucket.rows, bucket.kept_rows, bucket.context_blocks, requests, drafts)
         wanted = max(part.rows for part in self.parts)
-        return Need(wanted, 0, bucket.context_blocks, bucket.rows, 1)
+        return Need(wanted, 0, bucket.context_blocks, bucket.rows, VERIFIES)
 
     def plans(self, bucket: Bucket, ranks: SequenceOf[int]) -> list[StepPlan]:
         """The step plans of these ranks."""

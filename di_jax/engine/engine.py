@@ -160,7 +160,7 @@ class Engine:
         # Without warm-up nothing is compiled, and to time it all would take the time that was to be saved.
         timed = parts.ladder.varlen and self.config.warmup
         profile = step_profile.measure(self.runner, parts.ladder) if timed else None
-        return Speculation(parts.ladder, tables, profile)
+        return Speculation(parts.ladder, tables, profile, parts.model_config.sliding_window)
 
     # -- requests
 

@@ -53,7 +53,7 @@ def step(
     """One rank's step of the model inside `shard_map`: forward, head and sampling. buffer int32 [1, size]; results
     have a leading axis of one. Raises ValueError, when it is traced, for what the bucket cannot give.
 
-    graphs, params: of the model, and of its draft if it has one: the rows then leave their context to the draft.
+    graphs, params: of the model, and of its draft where the rows are to leave it their context.
     """
     model: Transformer = nnx.merge(graphs[0], params[0])
     if bucket.drops_rows and outputs != TOKENS:
@@ -84,6 +84,7 @@ def step(
     if out.taps is not None:
         drafter: DraftModel = nnx.merge(graphs[1], params[1])
         state = drafter.store_context(out.taps, out.rows, state, layout)
+    if state.draft_token is not None:
         # Drafts that the slot still has are another sequence's, or follow another token.
         state = state.replace(draft_token=state.draft_token.at[target].set(-1, mode="drop"))
     trace = [jax.tree.map(jax.vmap(rows.gathered), run) for run in out.traces] if outputs == TRACE else None
@@ -245,7 +246,8 @@ class ModelRunner:
         local = np.stack([plan.buffer for plan in plans])
         buffer = jax.make_array_from_process_local_data(self._buffers, local, (self.plan.world, local.shape[1]))
         try:
-            output, self.state = executable(self._weights, self.state, buffer)
+            weights = (self.params,) if plans[0].bucket.bare else self._weights
+            output, self.state = executable(weights, self.state, buffer)
         except BaseException:
             # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost.
             self.repair()
@@ -275,7 +277,8 @@ class ModelRunner:
 
         rows: for requests of extra sampling, int32 [OF_REQUEST, R] for each of `local_ranks`, NEUTRAL for the others.
         allowed: with `rows`, int32 [R, k + 1, ceil(V / 32)]: the ids that may stand at each place of a block, those of
-        bit i of word w being 32 w + i.
+        bit i of word w being 32 w + i. The first masks of a shape compile its program: `warm_up` leaves it out, as an
+        engine does not know whether there will ever be a matcher.
         """
         programs, slots = self._with_drafts, self._sampling.state
         assert slots is not None
@@ -429,8 +432,9 @@ def trace_step(
 ) -> Any:
     """The step of a bucket over a mesh, lowered from arrays or from ShapeDtypeStructs alone: nothing runs.
 
-    draft: graph and params of the draft; a bucket with drafts needs it and gives `verify`.
+    draft: graph and params of the draft; a bucket with drafts needs it and gives `verify`, a bare one goes without.
     """
+    draft = None if bucket.bare else draft
     graphs: Any = (graph,) if draft is None else (graph, draft[0])
     weights = (params,) if draft is None else (params, draft[1])
     specs = tuple(parameter_specs(each, plan) for each in weights)

@@ -20,7 +20,9 @@ class SlotTable:
 
     A step that verifies drafts emits one token and up to as many more as it verified; how many is known when its
     results are in. Until then position and output_index are the least that they may be, left the most, and `ahead` is
-    how much further the position may be. drafted: whether drafts for the next step are on device. matched:
+    how much further the position may be. drafted: whether drafts for the next step are on device. context_start: from
+    which position on all steps left the draft its context (dspark 1.3); from the first on where a sequence begins, as
+    no more of its prompt comes from the prefix cache than leaves a window to compute. matched:
     whether the sequence has a matcher. forced_until: outputs
     before it may be forced: until then no drafts are verified, so that the host knows which output comes next.
     """
@@ -31,7 +33,9 @@ class SlotTable:
         self.position, self.left, self.output_index, self.num_blocks, self.seed_low, self.seed_high = np.zeros(
             (6, num_slots), np.int32
         )
-        self.ahead, self.origin, self.capacity, self.forced_until = np.zeros((4, num_slots), np.int32)
+        self.ahead, self.origin, self.capacity, self.forced_until, self.context_start = np.zeros(
+            (5, num_slots), np.int32
+        )
         self.drafted, self.matched = np.zeros((2, num_slots), bool)
         self.temperature = np.zeros(num_slots, np.float32)
         self.numbers = np.tile(NEUTRAL, (num_slots, 1))
@@ -53,7 +57,7 @@ class SlotTable:
         self.block_table[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
         self.origin[slot], self.capacity[slot] = len(sequence.prompt_ids), sequence.capacity
-        self.ahead[slot], self.drafted[slot] = 0, False
+        self.ahead[slot], self.drafted[slot], self.context_start[slot] = 0, False, 0
         self.matched[slot] = sequence.matcher is not None
         self.forced_until[slot] = len(sequence.sampling.forced_token_ids or ())
         if sequence.sampling.forced_token_ids:
@@ -87,31 +91,43 @@ class SlotTable:
 
     def short(self, slots: np.ndarray, block_size: int, drafts: np.ndarray | int = 0) -> list[int]:
         """Those of `slots` that may feed a position in a block that they do not have. drafts: of each, int [n]."""
-        if self.num_drafts:
-            last = self.last_position(slots, drafts)
-        else:
-            last = self.position[slots]
+        last = self.last_position(slots, drafts)
         found: list[int] = slots[last // block_size >= self.num_blocks[slots]].tolist()
         return found
 
     def last_position(self, slots: np.ndarray, drafts: np.ndarray | int) -> np.ndarray:
         """The furthest that a step of these slots feeds when it verifies so many drafts of each, int32 [n]."""
-        last: np.ndarray = np.minimum(self.position[slots] + self.ahead[slots] + drafts, self.capacity[slots] - 2)
-        return last
+        last: np.ndarray = self.position[slots]
+        if not self.num_drafts or not (self.ahead.any() or np.any(drafts)):
+            return last  # as most are: each of these operations costs a step a microsecond or two
+        return np.minimum(last + self.ahead[slots] + drafts, self.capacity[slots] - 2)
 
     def caps(self, slots: np.ndarray) -> np.ndarray:
         """Drafts of each slot that the next step may verify, int32 [n]."""
+        if not self.drafted.any():
+            return np.zeros(len(slots), np.int32)
         some = self.drafted[slots] & (self.output_index[slots] >= self.forced_until[slots])
         return np.where(some, draft_caps(self.left[slots], self.num_drafts), 0).astype(np.int32)
 
+    def has_context(self, slots: np.ndarray, window: int, position: np.ndarray) -> np.ndarray:
+        """Whether the draft has the context of the `window` positions before `position`, int [n], of each slot, or of
+        all there are: bool [n]."""
+        found: np.ndarray = self.context_start[slots] <= np.maximum(position - window, 0)
+        return found
+
     def within_blocks(self, slots: np.ndarray, drafts: np.ndarray, block_size: int) -> np.ndarray:
         """`drafts` int32 [n], fewer where the slot has no block for them."""
+        if not drafts.any():
+            return drafts
         room = self.num_blocks[slots] * block_size - 1 - self.position[slots] - self.ahead[slots]
         return np.clip(drafts, 0, np.maximum(room, 0)).astype(np.int32)
 
-    def advance(self, slots: np.ndarray, drafts: np.ndarray | None = None) -> None:
-        """A decode step of these slots was launched. drafts: of each that it may verify, int32 [n]."""
+    def advance(self, slots: np.ndarray, drafts: np.ndarray | None = None, bare: bool = False) -> None:
+        """A decode step of these slots was launched. drafts: of each that it may verify, int32 [n]. bare: it left the
+        draft no context; it verified nothing then, and no step before it that is in flight."""
         self.position[slots] += 1
+        if bare:
+            self.context_start[slots] = self.position[slots]
         self.left[slots] -= 1
         self.output_index[slots] += 1
         self.drafted[slots] = False  # a step uses them up, whether it verifies or not

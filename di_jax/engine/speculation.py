@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,40 +34,60 @@ from di_jax.engine.verification import (
     fill,
 )
 
-# By rank: the slots whose round a step is, and their owners.
-Rounds = dict[int, tuple[np.ndarray, np.ndarray]]
-
 # Of expected tokens, which the processes tell each other as whole numbers.
 FRACTIONS = 1024
+# Of the sequences of a step that drafts, those that must have their context: what a trial finds is to be said of all.
+ENOUGH_CONTEXT = 7 / 8
 _TRUNCATION = [OF_REQUEST.index(name) for name in ("min_p", "top_k", "top_p")]
+
+
+class Began(NamedTuple):
+    """The sequences of a rank whose round a step is: their slots, owners (`Round`), and which of them may draft after
+    it, bool [n]: the draft has their context; None where nobody does."""
+
+    slots: np.ndarray
+    owners: np.ndarray
+    may_draft: np.ndarray | None
+
+
+Rounds = dict[int, Began]  # by rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
     """What the ranks of this process, or all together, expect of a step: tokens, in FRACTIONS, of `requests`; of how
-    many of these earlier drafts are known; and the most sequences of one rank that could draft after it."""
+    many of these earlier drafts are known, and of how many the draft will have the context; and the most sequences of
+    one rank that take part."""
 
     tokens: int = 0
     requests: int = 0
     known: int = 0
+    with_context: int = 0
     drafters: int = 0
 
     def numbers(self) -> list[int]:
-        return [self.tokens, self.requests, self.known, self.drafters]
+        return [self.tokens, self.requests, self.known, self.with_context, self.drafters]
 
     @classmethod
     def of_all(cls, numbers: np.ndarray) -> Outlook:
-        """From `numbers` of every process, int [processes, 4]."""
-        tokens, requests, known = numbers[:, :3].sum(axis=0).tolist()
-        return cls(tokens, requests, known, int(numbers[:, 3].max()))
+        """From `numbers` of every process, int [processes, 5]."""
+        tokens, requests, known, with_context = numbers[:, :4].sum(axis=0).tolist()
+        return cls(tokens, requests, known, with_context, int(numbers[:, 4].max()))
 
 
 class Speculation:
     """The books of one engine. tables: of this process's ranks. profile: what steps take, the same in all processes;
-    None where every step verifies all that it can."""
+    None where every step verifies all that it can. window: positions of context that the draft reads.
 
-    def __init__(self, ladder: BucketLadder, tables: Mapping[int, SlotTable], profile: StepProfile | None) -> None:
-        self.ladder, self.tables = ladder, tables
+    In a pause of the switch nobody needs the draft's context until a window before its end: till then plain steps leave
+    none (they are bare, and cost what they cost without a draft). A sequence does not draft before its window is whole
+    again: what it would draft says nothing of what it drafts otherwise.
+    """
+
+    def __init__(
+        self, ladder: BucketLadder, tables: Mapping[int, SlotTable], profile: StepProfile | None, window: int
+    ) -> None:
+        self.ladder, self.tables, self.window = ladder, tables, window
         self.ledgers = {rank: RateLedger(len(t.sequences), ladder.drafts) for rank, t in tables.items()}
         rows = sorted({rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)})
         self.profile = profile
@@ -76,12 +97,14 @@ class Speculation:
         self._at_start = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
         self.switch = DraftSwitch()
         self.typical, self.promises = TypicalBlock(ladder.drafts), Promises()
+        self._waits = False  # to draft until the sequences have their context
 
     # -- planning
 
     def plan(self, batch: DecodeBatch) -> DecodeBatch:
         """The batch with the rows that each rank would verify."""
-        return dataclasses.replace(batch, parts=[self._part(part) for part in batch.parts])
+        bare = self.switch.pause >= self.window
+        return dataclasses.replace(batch, parts=[self._part(part) for part in batch.parts], bare=bare)
 
     def _part(self, part: DecodePart) -> DecodePart:
         requests, look = self.ladder.decode_rung(len(part.slots)), bool(part.caps.any())
@@ -103,52 +126,62 @@ class Speculation:
         """Of this process."""
         if isinstance(batch, Batch):
             return Outlook(drafters=max(map(len, self._sampled(batch).values()), default=0))
-        tokens, requests, known = 0.0, 0, 0
+        tokens, requests, known, with_context = 0.0, 0, 0, 0
         for part in batch.parts:
             assert part.round is not None
-            drafts = fill(part.rows, part.caps)
-            tokens += expected_tokens(part.round.survival, part.caps, drafts) if drafts else len(part.slots)
             requests += len(part.slots)
-            known += int(part.round.known[0].sum())
-        return Outlook(round(tokens * FRACTIONS), requests, known, max((len(p.slots) for p in batch.parts), default=0))
+            if part.caps.any():
+                drafts = fill(part.rows, part.caps)
+                tokens += expected_tokens(part.round.survival, part.caps, drafts)
+                known += int(part.round.known[0].sum())
+            else:
+                tokens += len(part.slots)
+            if not batch.bare:
+                with_context += int(part.table.has_context(part.slots, self.window, part.position + 1).sum())
+        drafters = max((len(part.slots) for part in batch.parts), default=0)
+        return Outlook(round(tokens * FRACTIONS), requests, known, with_context, drafters)
 
     def drafts(self, outlook: Outlook, bucket: Bucket) -> bool:
         """Whether the step that is about to be launched drafts. outlook: of all processes. Once for every step."""
-        if not outlook.drafters:
-            return False
-        if not bucket.decode or self.profile is None:
-            return not self.switch.paused
+        if not outlook.drafters or self.profile is None:
+            return bool(outlook.drafters)
+        if not bucket.decode:
+            return not (self.switch.pause or self._waits)
+        ready = outlook.with_context >= ENOUGH_CONTEXT * outlook.requests
         gain = None
-        if 2 * outlook.known >= outlook.requests and bucket.drafts:
+        if ready and 2 * outlook.known >= outlook.requests and bucket.drafts:
             seconds = self._times(self._at_start, bucket.requests).at(bucket.rows)
             assert seconds is not None
             plain = self.profile.plain[bucket.requests]
             gain = drafting_gain(outlook.tokens / FRACTIONS, seconds, outlook.requests, plain)
-        return self.switch.next(outlook.requests, gain)
+        wanted = self.switch.next(outlook.requests, gain)
+        self._waits = wanted and not ready
+        return wanted and ready
 
     # -- drafting
 
-    def rows(self, batch: Batch | DecodeBatch, ranks: SequenceOf[int], outlook: Outlook) -> list[np.ndarray]:
-        """What the draft of a step needs, int32 [columns, R] for each of `ranks`; marks its sequences as drafted. Call
-        when the step was launched."""
-        slots = {p.rank: p.slots for p in batch.parts} if isinstance(batch, DecodeBatch) else self._sampled(batch)
+    def rows(self, rounds: Rounds, ranks: SequenceOf[int], outlook: Outlook) -> list[np.ndarray]:
+        """What the draft of a step needs, int32 [columns, R] for each of `ranks`; marks its sequences as drafted.
+        rounds: of its `begin`."""
         requests = self.ladder.decode_rung(outlook.drafters)
-        nothing = np.zeros(0, np.int64)
-        return [self._draft_rows(rank, slots.get(rank, nothing), requests) for rank in ranks]
+        none = np.zeros(0, np.int64)
+        nobody = Began(none, none, none > 0)
+        return [self._draft_rows(rank, rounds.get(rank, nobody), requests) for rank in ranks]
 
-    def _draft_rows(self, rank: int, slots: np.ndarray, requests: int) -> np.ndarray:
-        table, n = self.tables[rank], len(slots)
+    def _draft_rows(self, rank: int, began: Began, requests: int) -> np.ndarray:
+        table, slots, n = self.tables[rank], began.slots, len(began.slots)
+        assert began.may_draft is not None
         rows = np.zeros((len(DRAFT_COLUMNS), requests), np.int32)
         column = dict(zip(DRAFT_COLUMNS, rows, strict=True))
         column["slot"][:] = NO_SLOT
-        column["slot"][:n] = slots
+        column["slot"][:n] = np.where(began.may_draft, slots, NO_SLOT)
         column["origin"][:n] = table.origin[slots]
         column["temperature"][:n] = table.temperature[slots].view(np.int32)
         column["seed_low"][:n], column["seed_high"][:n] = table.seed_low[slots], table.seed_high[slots]
         for name, at in zip(("min_p", "top_k", "top_p"), _TRUNCATION, strict=True):
             column[name][:] = NEUTRAL[at]
             column[name][:n] = table.numbers[slots, at]
-        table.drafted[slots] = True
+        table.drafted[slots] = began.may_draft
         return rows
 
     def _sampled(self, batch: Batch) -> dict[int, np.ndarray]:
@@ -162,19 +195,26 @@ class Speculation:
 
     # -- rounds
 
-    def begin(self, batch: Batch | DecodeBatch) -> Rounds:
-        """A step was launched. To the sequences that it samples a prefill step is a round like any other."""
-        if isinstance(batch, DecodeBatch):
-            return {part.rank: (part.slots, part.round.owners) for part in batch.parts if part.round is not None}
+    def begin(self, batch: Batch | DecodeBatch, drafts: bool) -> Rounds:
+        """A step was launched. To the sequences that it samples a prefill step is a round like any other. drafts:
+        whether it does."""
         rounds: Rounds = {}
+        if isinstance(batch, DecodeBatch):
+            for part in batch.parts:
+                if part.round is not None:
+                    table, may_draft = part.table, None
+                    if drafts:
+                        may_draft = table.has_context(part.slots, self.window, table.position[part.slots])
+                    rounds[part.rank] = Began(part.slots, part.round.owners, may_draft)
+            return rounds
         for rank, slots in self._sampled(batch).items():
             self.ledgers[rank].reset(slots)
-            rounds[rank] = slots, self.ledgers[rank].schedule(slots).owners
+            rounds[rank] = Began(slots, self.ledgers[rank].schedule(slots).owners, np.ones(len(slots), bool))
         return rounds
 
     def completed(self, rounds: Rounds, outputs: Mapping[int, StepOutput]) -> None:
         """The results of a step are in. rounds: of its `begin`."""
-        for rank, (slots, owners) in rounds.items():
+        for rank, (slots, owners, may_draft) in rounds.items():
             draft, verified = outputs[rank].draft, outputs[rank].verified
             if verified is not None:
                 accepted = np.sum(np.asarray(outputs[rank].token) >= 0, axis=1)[: len(slots)] - 1
@@ -182,11 +222,13 @@ class Speculation:
                     self.ledgers[rank].newest(slots, owners), np.asarray(verified)[: len(slots)], accepted
                 )
             confidence = None if draft is None else np.asarray(draft.confidence)[: len(slots)]
-            self.ledgers[rank].process(slots, owners, confidence)
+            self.ledgers[rank].process(slots, owners, confidence, may_draft)
             table = self.tables[rank]
             for place in np.flatnonzero(table.matched[slots]).tolist():
                 if (sequence := table.sequences[slots[place]]) is not None:
-                    sequence.drafts = [] if draft is None else draft.token[place].tolist()
+                    sequence.drafts = []
+                    if draft is not None and may_draft is not None and may_draft[place]:
+                        sequence.drafts = draft.token[place].tolist()
 
     def observe(self, bucket: Bucket, seconds: float, drafted: bool) -> None:
         """A decode step took so long."""

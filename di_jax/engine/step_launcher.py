@@ -45,7 +45,7 @@ class Launches:
 
     @classmethod
     def of_all(cls, numbers: np.ndarray) -> Launches:
-        """From `numbers` of every process, int [processes, 10]: the most of any."""
+        """From `numbers` of every process, int [processes, 11]: the most of any."""
         restores, copies, snapshots, extra, begins, masked = numbers[:, :6].max(axis=0).tolist()
         return cls(restores, copies, snapshots, extra, begins, masked, Outlook.of_all(numbers[:, 6:]))
 
@@ -95,7 +95,7 @@ class StepLauncher:
         plans = batch.plans(bucket, ranks)
         forward = self.runner.verify(plans) if bucket.drafts else self.runner.execute(plans)
         if isinstance(batch, DecodeBatch):
-            batch.advance(bool(bucket.drafts))
+            batch.advance(bool(bucket.drafts), bucket.bare)
         number = self.scheduler.launched()
         allowed = None
         if agreed.masked:
@@ -110,9 +110,9 @@ class StepLauncher:
         pending = self.chores.after(chores, agreed.copies, agreed.snapshots)
         if self.speculation is None:
             return Launched(number, output, pending, {}, False)
-        rounds = self.speculation.begin(batch)
         drafted = self.speculation.drafts(agreed.outlook, bucket)
+        rounds = self.speculation.begin(batch, drafted)
         if drafted:
-            draft = self.runner.draft(self.speculation.rows(batch, ranks, agreed.outlook))
+            draft = self.runner.draft(self.speculation.rows(rounds, ranks, agreed.outlook))
             output = dataclasses.replace(output, draft=draft)
         return Launched(number, output, pending, rounds, drafted)

@@ -30,7 +30,8 @@ class Bucket:
     kept_rows: rows that the decoder layers of a prefill run, in tiles of their own; 0 stands for `rows`, when no row is
     dropped. history: ids before each chunk of a prefill, at least as many as the Engram looks back at.
     drafts: of a decode step that verifies drafts, how many a sequence has at most; each of `requests` sequences then
-    has a row, and the device gives the other rows to the likeliest drafts of all (`engine.allocation`).
+    has a row, and the device gives the other rows to the likeliest drafts of all (`engine.allocation`). bare: of a
+    decode step of an engine that drafts, that leaves the draft no context: as without a draft.
     """
 
     decode: bool
@@ -41,11 +42,14 @@ class Bucket:
     history: int = 3
     drafts: int = 0
     requests: int = 0
+    bare: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kept_rows", self.kept_rows or self.rows)
         if self.drafts and not (self.decode and 0 < self.requests <= self.rows):
             raise ValueError(f"{self.rows} rows for {self.requests} sequences with drafts")
+        if self.bare and (self.drafts or not self.decode):
+            raise ValueError("only a decode step without drafts leaves the draft no context")
 
     @property
     def drops_rows(self) -> bool:
@@ -246,17 +250,26 @@ class BucketLadder:
             for context in self.context_blocks
         )
 
-    def bucket(self, decode: bool, rows: int, context_blocks: int, kept_rows: int = 0, requests: int = 0) -> Bucket:
+    def bucket(
+        self,
+        decode: bool,
+        rows: int,
+        context_blocks: int,
+        kept_rows: int = 0,
+        requests: int = 0,
+        bare: bool = False,
+    ) -> Bucket:
         """The shape of these rows, and of at least so many kept ones; 0: nothing may be dropped.
 
-        requests: sequences with drafts, of `decode_rows`; the shape then has the next rows up that they come in.
+        requests: sequences with drafts, of `decode_rows`; the shape then has the next rows up that they come in. bare:
+        as in `Bucket`.
         """
         if decode and requests:
             shapes = self.verify_rows(requests)
             rows = next((each for each in shapes if each >= rows), shapes[-1])
             return Bucket(True, rows, context_blocks, history=self.history, drafts=self.drafts, requests=requests)
         if decode:
-            return Bucket(True, rows, context_blocks, history=self.history)
+            return Bucket(True, rows, context_blocks, history=self.history, bare=bare)
         need = kept_rows or rows
         shape = min((b for b in self._prefills() if b.rows == rows and b.kept_rows >= need), default=None)
         if shape is None:
@@ -299,7 +312,9 @@ class BucketLadder:
         """The decode shapes, smallest first, at one block of context."""
         for requests in self.decode_rows:
             if not self.drafts or self.varlen:
-                yield Bucket(True, requests, 1, history=self.history)
+                yield self.bucket(True, requests, 1)
+            if self.drafts and self.varlen:
+                yield self.bucket(True, requests, 1, bare=True)
             for rows in self.verify_rows(requests) if self.drafts else ():
                 yield self.bucket(True, rows, 1, requests=requests)
 

@@ -47,7 +47,7 @@ class StepProfile:
     forward: dict[int, float]  # by rows of a decode shape
     sampling: dict[int, float]  # by requests: accepting where nothing is verified
     drafting: dict[int, float]  # by requests
-    plain: dict[int, float]  # by requests: the one program of a step that neither verifies nor drafts
+    plain: dict[int, float]  # by requests: the one program of a step without a draft, as in a long pause of drafting
 
 
 def measure(
@@ -140,7 +140,7 @@ def _plain_plan(bucket: Bucket, requests: int, num_blocks: int) -> StepPlan:
         Chunk((DEVICE_TOKEN,), DEVICE_LENGTH, slot, [(slot * width + n) % num_blocks for n in range(width)])
         for slot in range(requests)
     ]
-    return build_plan(Bucket(True, bucket.requests, width, history=bucket.history), chunks)
+    return build_plan(Bucket(True, bucket.requests, width, history=bucket.history, bare=True), chunks)
 
 
 def _plan(bucket: Bucket, requests: int, num_blocks: int, block_size: int) -> StepPlan:

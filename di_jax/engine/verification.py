@@ -165,11 +165,17 @@ class RateLedger:
         found = self._rounds[slots, (self.processed[slots] - 1) % (HISTORY + 1)]
         return np.where((self._owner[slots] == owners)[:, None], found, np.float32(np.nan))
 
-    def process(self, slots: np.ndarray, owners: np.ndarray, confidence: np.ndarray | None) -> None:
+    def process(
+        self,
+        slots: np.ndarray,
+        owners: np.ndarray,
+        confidence: np.ndarray | None,
+        drafted: np.ndarray | None = None,
+    ) -> None:
         """A round came back. slots, owners: of its `schedule`; slots that changed hands since are left alone.
 
-        confidence: float32 [n, k] of the blocks that it drafted, None where the step did not draft. Raises RuntimeError
-        for a round that was not scheduled.
+        confidence: float32 [n, k] of the blocks that it drafted, None where the step did not draft. drafted: bool [n],
+        which did when it was not all. Raises RuntimeError for a round that was not scheduled.
         """
         same = self._owner[slots] == owners
         slots = np.asarray(slots)[same]
@@ -177,7 +183,9 @@ class RateLedger:
         if (wrong := processed >= self.scheduled[slots]).any():
             slot = int(slots[wrong][0])
             raise RuntimeError(f"slot {slot}: a round came back that was not scheduled ({self.scheduled[slot]} were)")
-        block = np.nan if confidence is None else survival(np.asarray(confidence)[same])
+        block = np.float32(np.nan) if confidence is None else survival(np.asarray(confidence)[same])
+        if confidence is not None and drafted is not None:
+            block = np.where(drafted[same][:, None], block, np.float32(np.nan))
         self._rounds[slots, processed % (HISTORY + 1)] = block
         self.processed[slots] += 1
 
@@ -242,8 +250,10 @@ JUDGED_STEPS, LEAST_JUDGED = 8, 2
 UNKNOWN_STEPS = 2
 # What trials may cost a batch that never gains, as a share of its time; it sets the steps between two of them, within
 # bounds.
-TRIAL_SHARE = 0.01
-LEAST_PAUSE, LONGEST_PAUSE = 32, 4096
+TRIAL_SHARE = 0.005
+LEAST_PAUSE, LONGEST_PAUSE = 32, 8192
+# Every trial in a row that fails doubles the pause, so often at most: gains are estimates, and were found too high.
+MOST_DOUBLINGS = 3
 OTHER_BATCH = 1.5
 
 
@@ -264,9 +274,9 @@ class DraftSwitch:
         self._requests = 0.0  # of the batch when it became this one
 
     @property
-    def paused(self) -> bool:
-        """Whether decode steps do not draft now."""
-        return self._last.pause > 0
+    def pause(self) -> int:
+        """Decode steps of the batch as it is that do not draft from now on."""
+        return self._last.pause
 
     def next(self, requests: int, gain: float | None) -> bool:
         """Whether the step that is planned now drafts; once for every decode step.
@@ -286,18 +296,22 @@ class DraftSwitch:
             return True
         mean = sum(now.gains) / len(now.gains)
         if mean >= 1:
+            now.failures = 0
             return True
-        now.pause = pause_steps(mean, len(now.gains) + UNKNOWN_STEPS) - 1
+        pause = pause_steps(mean, len(now.gains) + UNKNOWN_STEPS) << min(now.failures, MOST_DOUBLINGS)
+        now.pause = min(pause, LONGEST_PAUSE) - 1
+        now.failures += 1
         now.gains.clear()
         return False
 
 
 class _Verdict:
-    """On batches of one size. gains: of the last steps that drafted. pause: steps until it is tried again."""
+    """On batches of one size. gains: of the last steps that drafted. pause: steps until it is tried again. failures:
+    trials in a row that did not pay."""
 
     def __init__(self) -> None:
         self.gains: deque[float] = deque(maxlen=JUDGED_STEPS)
-        self.pause = 0
+        self.pause = self.failures = 0
 
 
 def judged_steps(requests: int) -> int:

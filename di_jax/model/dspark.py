@@ -134,8 +134,13 @@ class DraftModel(nnx.Module):
         """taps [T, tapped layers * D] at position int32 [T] -> rotated, cache-quantized KV of every stage [M, T, d]."""
         main = self.main_norm(self.main_proj(taps))
         cos_sin = rotation(self.config, False, position)
-        stages = range(self.config.num_nextn_predict_layers)
-        return jnp.stack([self.stages.attn.window_kv(stage, main, cos_sin) for stage in stages])
+        graph, stages = nnx.split(self.stages.attn)
+
+        def of_stage(weights: Any) -> Array:
+            attn: Any = nnx.merge(graph, weights)
+            return attn.window_kv(..., main, cos_sin)  # there is no stack left to index
+
+        return jax.vmap(of_stage)(stages)  # all stages in one product
 
     def store_context(self, taps: Array, rows: Rows, state: EngineState, layout: CacheLayout) -> EngineState:
         """Stores the context KV of a step's rows, those that the taps are of; context ranks store what all computed.
@@ -143,14 +148,16 @@ class DraftModel(nnx.Module):
         Raises ValueError when the layout has no rings for the stages.
         """
         self._check_layout(layout)
-        window = state.window
         every = rows.gathered(jnp.moveaxis(self.context_kv(taps, rows.position), 0, 1))
-        for stage in range(every.shape[1]):
-            ring = layout.config.num_hidden_layers + stage
-            implementation = self.kernels.of(compress_store.OPERATION)
-            window = compress_store.store_window(
-                window, ring, every[:, stage], rows.stored, layout, implementation=implementation
-            )
+        ring = layout.config.num_hidden_layers + jnp.arange(every.shape[1], dtype=jnp.int32)
+        window = compress_store.store_window(
+            state.window,
+            ring[:, None],
+            jnp.moveaxis(every, 1, 0),
+            rows.stored,
+            layout,
+            implementation=self.kernels.of(compress_store.OPERATION),
+        )
         return state.replace(window=window)
 
     def context(self, slot: Array, start: Array, state: EngineState, layout: CacheLayout) -> DraftContext:

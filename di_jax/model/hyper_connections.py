@@ -7,7 +7,7 @@ from flax import nnx
 from jax import Array
 
 from di_jax.model.config import ModelConfig
-from di_jax.model.linear import parameter
+from di_jax.model.linear import RMSNorm, parameter
 from kernels_pallas.choice import KernelChoice
 from kernels_pallas.hyper_connections import api
 
@@ -32,6 +32,35 @@ class HyperConnection(nnx.Module):
             self.fn[layer],
             self.base[layer],
             self.scale[layer],
+            iterations=c.hc_sinkhorn_iters,
+            eps=c.hc_eps,
+            rms_eps=c.rms_norm_eps,
+            implementation=self.implementation,
+        )
+
+    def fused(
+        self,
+        layer: Array | int,
+        written: tuple[Array, Array, Array] | None,
+        streams: Array,
+        pre: Array,
+        norm: RMSNorm,
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        """Streams [T, hc, D] with `written` (y, post, comb of the site before) in them, the normed input of this one
+        [T, D], pre', post, comb: `expand`, the call above and `norm`, in two launches where a kernel runs."""
+        c = self.config
+        y, post, comb = written or (None, None, None)
+        return api.fused_site(
+            layer,
+            y,
+            streams,
+            post,
+            comb,
+            pre,
+            self.fn[...],
+            self.base[...],
+            self.scale[...],
+            norm.weight[...],
             iterations=c.hc_sinkhorn_iters,
             eps=c.hc_eps,
             rms_eps=c.rms_norm_eps,

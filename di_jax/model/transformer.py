@@ -158,8 +158,13 @@ class Transformer(nnx.Module):
         hidden = hyper_connections.collapse(
             carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
         )
-        tap = jnp.concatenate([means[layer] for layer in tapped], axis=-1) if taps else None
-        return ModelOutput(self.norm(hidden), rows, carry.state, traces, tap, carry.load)
+        hidden, tap = self.norm(hidden), None
+        if taps:
+            # Whoever stores what comes of the taps does it after the last layer has read its ring: else the rings, of
+            # which that would be a second version, are copied in every step (9 MB for 128 slots of the bundled model).
+            tap = jnp.concatenate([means[layer] for layer in tapped], axis=-1)
+            hidden, tap = lax.optimization_barrier((hidden, tap))
+        return ModelOutput(hidden, rows, carry.state, traces, tap, carry.load)
 
     def _angles(self, rows: Rows) -> dict[bool, tuple[Array, Array]]:
         """Rotations of the rows' positions, by whether a layer compresses."""
@@ -231,8 +236,7 @@ class Transformer(nnx.Module):
         if plan.engram >= 0:
             assert self.engrams is not None
             streams = self.engrams(plan.engram, streams, memory[plan.engram], rows.image)
-        x, pre, post, comb = w.hc_attn(layer, streams, carry.pre)
-        x = w.attn_norm(x, layer)
+        streams, x, pre, post, comb = w.hc_attn.fused(layer, None, streams, carry.pre, w.attn_norm)
         if plan.owns_kv:
             assert self.compressors is not None
             state = self.compressors(plan.kv_source, self.gates, x, rows, state, layout)
@@ -245,11 +249,10 @@ class Transformer(nnx.Module):
             selected, made = self.select(plan, x, latent_query, angles, rows, state, layout, candidates)
             candidates = made if plan.is_candidate_source else candidates
         y, state = w.attn(plan, layer, x, latent_query, selected if plan.ratio else None, angles, rows, state, layout)
-        streams = w.hc_attn.expand(y, streams, post, comb)
-        x, next_pre, post, comb = w.hc_ffn(layer, streams, pre)
+        streams, x, next_pre, post, comb = w.hc_ffn.fused(layer, (y, post, comb), streams, pre, w.ffn_norm)
         lots = self.parallel.draws_lots
         lot = row_hash(rows.seed[rows.sequence], rows.position.astype(jnp.uint32)) if lots else None
-        y, experts, slots = w.ffn(layer, w.ffn_norm(x, layer), rows.image, rows.valid, lot)
+        y, experts, slots = w.ffn(layer, x, rows.image, rows.valid, lot)
         streams = w.hc_ffn.expand(y, streams, post, comb)
         load = carry.load
         if load is not None:

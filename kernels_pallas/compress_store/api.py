@@ -17,7 +17,8 @@ def store_window(
 ) -> Array:
     """Quantizes kv [T, d] and stores it at (layer, slot, position mod ring) of ring [layers, slots, ring, record].
 
-    Rows below their sequence's `window_start` are left out.
+    Of several layers at once: layer int32 [n, 1] and kv [n, T, d]. Rows below their sequence's `window_start` are left
+    out.
     """
     run = choose(OPERATION, implementation, {"reference": reference.store_window})
     return run(ring, layer, kv, rows, layout)

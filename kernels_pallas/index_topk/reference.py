@@ -48,6 +48,12 @@ def candidate_blocks(score: Array, reachable: Array, size: int, k: int) -> Array
     return best_entries(jnp.where(pinned & (reachable > 0)[..., None], jnp.inf, best), k)
 
 
+def all_entries(reachable: Array, k: int) -> Array:
+    """Every reachable entry [T], at most k: int32 [T, k] ascending, -1 padded (numerics 8.6: nothing to choose)."""
+    entry = jnp.arange(k, dtype=jnp.int32)
+    return jnp.where(entry < reachable[:, None], entry, -1)
+
+
 def index_topk(
     query: Array,
     weights: Array,
@@ -75,9 +81,7 @@ def index_topk(
 
     reachable = (rows.position + 1) // ratio
     if capacity <= top_k and not (make_candidates and top_blocks * size < capacity):
-        # Nothing to choose (numerics 8.6): every reachable entry is taken, unscored.
-        entry = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (rows.num_rows, top_k))
-        return jnp.where(entry < reachable[:, None], entry, -1), None
+        return all_entries(reachable, top_k), None  # unscored
 
     def scan_all(x: tuple[Array, ...]) -> tuple[Array, Array | None]:
         q, w, reach, sequence = x

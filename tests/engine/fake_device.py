@@ -3,7 +3,8 @@
 Every number that the real model would read goes into a row's hash, so a wrong block, a stale ring row, a length off by
 one or a copy that was forgotten changes the tokens from there on. What can be told at once raises AssertionError: a row
 of a ring that belongs to another position, a write to a block that can be found by its key or that nobody holds, a step
-of a shape that was not warmed up. `FakeModel.hidden` computes the same rows from all tokens at once, without caches.
+of a shape that was not warmed up, a draft of a sequence in whose window a step left no context. `FakeModel.hidden`
+computes the same rows from all tokens at once, without caches.
 
 Steps change the caches when they are launched, in that order, as on a device; their tokens can be read after `host`.
 
@@ -68,6 +69,7 @@ class Caches:
         self.pairs_at = np.full(self.pairs.shape, -1)
         self.history = np.full((slots, config.engram_history), -1)
         self.history_at = np.full(self.history.shape, -1)
+        self.context_at = np.full((slots, config.window_ring), -1)  # of the draft
         self.length = np.zeros(slots, np.int64)
         self.last_token = np.zeros(slots, np.int64)
         self.draft_token = np.full((slots, num_drafts), -1)
@@ -80,7 +82,7 @@ class Caches:
     def of_slots(self) -> list[np.ndarray]:
         """All arrays by slot but `last_token`."""
         rings = [self.window, self.window_at, self.pairs, self.pairs_at, self.history, self.history_at]
-        return [*rings, self.length]
+        return [*rings, self.context_at, self.length]
 
     def scribble(self, blocks: Iterable[int], slots: Iterable[int], rng: np.random.Generator) -> None:
         """Leaves rubbish in blocks and slots that are free."""
@@ -98,6 +100,7 @@ class Caches:
             assert (at[slots, ..., row] == position.reshape(-1, *[1] * (at.ndim - 2))).all()
             ring[slots, ..., row] = rng.integers(0, 200, ring[slots, ..., row].shape).astype(ring.dtype)
             at[slots, ..., row] = -1
+        self.context_at[slots, position % self.context_at.shape[1]] = -1
         for page, ratio in zip(self.pages, self.ratios, strict=True):
             ends = (position + 1) % ratio == 0
             number, per_block = position[ends] // ratio, page.shape[1]
@@ -376,6 +379,7 @@ class FakeDevice:
         h = self._rows(rank, slot[request], token, position, table[request])
         assert (position // size < bucket.context_blocks).all()
         self.verified += int(np.maximum(verified, 0).sum())
+        self._leave_context(rank, slot[request], position)
         return h, verified, length
 
     def _check_bounds(
@@ -475,6 +479,10 @@ class FakeDevice:
         # A sequence whose answer is full has no row, though the host may not know yet: its drafts are left as they are.
         unused = (caches.draft_token[slot] == -1).all(axis=1) | (caches.draft_at[slot] == caches.length[slot])
         assert unused.all(), "drafts of an earlier place are still there"
+        length, ring = caches.length[slot], caches.context_at.shape[1]
+        span = length[:, None] - 1 - np.arange(self.model.window)
+        stale = (span >= 0) & (caches.context_at[slot[:, None], span % ring] != span)
+        assert not stale.any(), f"drafts from windows without context at {span[stale].tolist()}"
         drawn_by = self._drawn_by(view, view["origin"])[valid]
         assert (drawn_by == caches.drawn_by[slot]).all(), "drafts are drawn in another way than the answer"
         ids = np.arange(vocabulary) if how.ids is None else np.array(how.ids)
@@ -704,6 +712,7 @@ class FakeDevice:
                 low = decoder_start
                 if layer == model.boundary:
                     h, position = h[position >= low], position[position >= low]
+                    self._leave_context(rank, np.full(len(position), slot), position)
                 if not len(h):
                     return None
             first = int(position[0])
@@ -767,7 +776,14 @@ class FakeDevice:
         t = view["start"][live].astype(np.int64)
         t = np.where(t < 0, caches.length[slot], t)
         caches.length[slot] = t + 1
+        if not bucket.bare:
+            self._leave_context(rank, slot, t)
         return live.tolist(), self._rows(rank, slot, token, t, view["block_table"][live].astype(np.int64))
+
+    def _leave_context(self, rank: int, slot: np.ndarray, position: np.ndarray) -> None:
+        """To the draft, of rows in the order of their positions."""
+        at = self.state[rank].context_at
+        at[slot, position % at.shape[1]] = position
 
     def _rows(self, rank: int, slot: np.ndarray, token: np.ndarray, t: np.ndarray, table: np.ndarray) -> np.ndarray:
         """Hidden states of decode rows, int [n] each, through the caches of a rank. table: int [n, blocks]."""

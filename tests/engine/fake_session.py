@@ -255,7 +255,7 @@ class Session:
                 assert sequence.matcher.known == sequence.output_ids, "the matcher is not where its answer is"
         if speculation is None:
             return
-        flying = [(r, s) for flight in engine._flights for r, (slots, _) in flight.step.rounds.items() for s in slots]
+        flying = [(r, s) for flight in engine._flights for r, began in flight.step.rounds.items() for s in began.slots]
         for rank, table in speculation.tables.items():
             ledger = speculation.ledgers[rank]
             for slot in table.ready().tolist():

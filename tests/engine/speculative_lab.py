@@ -224,13 +224,13 @@ class Lab:
                     self._say(lane, output.token[place : place + 1], output.logprob[place : place + 1])
             at += cut
 
-    def plain(self, lanes: Sequence[Lane], tokens: Sequence[int] | None = None) -> StepOutput:
+    def plain(self, lanes: Sequence[Lane], tokens: Sequence[int] | None = None, bucket: Bucket = PLAIN) -> StepOutput:
         """A decode step without drafts. tokens: to be fed instead of the lanes' newest, at their positions."""
         chunks = [
             self._chunk(lane, [DEVICE_TOKEN if tokens is None else tokens[i]], DEVICE_LENGTH)
             for i, lane in enumerate(lanes)
         ]
-        plan = build_plan(PLAIN, chunks)
+        plan = build_plan(bucket, chunks)
         output = self._resampled(self.runner.execute([plan] * self.ranks), plan, lanes).host()[0]
         for place, lane in enumerate(lanes):
             self._say(lane, output.token[place : place + 1], output.logprob[place : place + 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from di_jax.engine.batch import Batch, DecodeBatch, DecodePart, Need, Work, work_of
+from di_jax.engine.batch import VERIFIES, Batch, DecodeBatch, DecodePart, Need, Work, work_of
 from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.prefix_cache import Hit
 from di_jax.engine.sequence import Holding, Sequence
@@ -134,16 +134,24 @@ def test_a_decode_step_with_drafts() -> None:
     batch = DecodeBatch(parts[:2], num_drafts=3)
     # The furthest row is at 128, in the second block; two sequences and the rows that the first rank asks for.
     need = batch.need(ladder, LEDGERS)
-    assert need == Need(8, 0, 2, 2, 1)
+    assert need == Need(8, 0, 2, 2, VERIFIES)
     bucket = need.bucket(ladder, True)
     assert (bucket.rows, bucket.requests, bucket.drafts) == (8, 2, 3)
     views = [bucket.unpack(plan.buffer) for plan in batch.plans(bucket, [0, 1, 2])]
     assert [view["cap"].tolist() for view in views] == [[2, 2], [2, -1], [-1, -1]]
     assert [view["budget"].tolist() for view in views] == [[4], [2], [0]]
-    batch.advance(True)
+    batch.advance(bool(bucket.drafts), bucket.bare)
     assert parts[0].table.position[:2].tolist() == [11, 127] and parts[0].table.ahead[:2].tolist() == [2, 2]
     assert DecodeBatch([], num_drafts=3).need(ladder, LEDGERS) == Need()
     # Further ahead by what a step in flight may have accepted.
     assert DecodeBatch(parts[:1], num_drafts=3).need(ladder, LEDGERS).context_blocks == 2
+    # Nothing to verify: what one process needs for its drafts to come all do, and idle ones need nothing.
+    for part in parts:
+        part.table.ahead[:] = part.caps[:] = 0
+    for bare, idle, expected in ((False, True, False), (True, True, True), (True, False, False)):
+        plain = DecodeBatch(parts[:2], num_drafts=3, bare=bare).need(ladder, LEDGERS)
+        other = Need() if idle else DecodeBatch(parts[1:2], num_drafts=3).need(ladder, LEDGERS)
+        shared = Need(*np.max([plain.numbers(), other.numbers()], axis=0).tolist()).bucket(ladder, True)
+        assert not shared.drafts and shared.rows == 2 and shared.bare is expected
     parts[0].table.ahead[1] = 150
     assert parts[0].last_position == 126 + 48, "its last token is fed to nobody"

@@ -264,3 +264,26 @@ def test_a_plan_with_drafts() -> None:
     assert view["cap"].tolist() == [3, -1, -1], "nothing is left of the plan before"
     idle = bucket.unpack(idle_plan(bucket).buffer)
     assert idle["cap"].tolist() == [-1] * 3 and idle["budget"].tolist() == [0]
+
+
+def test_a_window_has_its_context_when_it_is_filled_again() -> None:
+    table, window = SlotTable(4, 4, 3), 8
+    for slot in (0, 2):
+        table.begin(slot, answering(20, 99), 20, 1, [1, 2])
+    slots = np.array([0, 2])
+
+    def whole() -> list[bool]:
+        return table.has_context(slots, window, table.position[slots]).tolist()
+
+    assert whole() == [True, True]
+    table.advance(slots[:1], bare=True)
+    table.advance(slots[1:])
+    assert whole() == [False, True]
+    for _ in range(window - 1):
+        table.advance(slots[:1])
+        assert whole() == [False, True]
+    table.advance(slots[:1])
+    assert whole() == [True, True]
+    table.advance(slots, bare=True)
+    table.begin(0, answering(4, 99), 4, 1, [1])
+    assert whole() == [True, False], "another sequence, of fewer tokens than a window"

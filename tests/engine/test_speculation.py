@@ -23,7 +23,7 @@ from di_jax.engine.results import Results
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request, Sequence, Status
 from di_jax.engine.slot_table import SlotTable
-from di_jax.engine.speculation import FRACTIONS, Outlook, Speculation
+from di_jax.engine.speculation import FRACTIONS, Began, Outlook, Speculation
 from di_jax.engine.speculative_programs import DRAFT_COLUMNS
 from di_jax.engine.step_output import DraftOutput, StepOutput
 from di_jax.engine.step_plan import BucketLadder
@@ -264,6 +264,99 @@ def test_drafting_that_does_not_pay_pauses(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(drafts[pause : pause + LEAST_PAUSE]) and drafts[pause + LEAST_PAUSE]
 
 
+def decodes_of(session: Session) -> list[tuple[bool, bool]]:
+    """(bare, drafted) of every decode step."""
+    found: list[tuple[bool, bool]] = []
+    decode = False
+    for name, *what in (call for call in session.device.calls if not isinstance(call, str)):
+        if name in ("execute", "verify"):
+            decode = what[0].decode
+            found += [(what[0].bare, False)] * decode
+        elif name == "draft" and decode:
+            found[-1] = found[-1][0], True
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_pause_leaves_the_draft_no_context_until_a_window_before_its_end(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "TRIAL_SHARE", 1e9)
+    config = {**OFF, "async_scheduling": asynchronous}
+    setup = dataclasses.replace(ROOMY, drafting=NONE, varlen=True, curve="steep", config=config)
+    session = Session(setup, monkeypatch)
+    session.add(ids(20), greedy(max_tokens=100))
+    session.finish()
+    steps = decodes_of(session)
+    pause = [drafted for _, drafted in steps].index(False)
+    again = pause + LEAST_PAUSE
+    assert steps[again] == (False, True)
+    # The newest place of the window is that of the step that drafts.
+    assert [bare for bare, _ in steps[again - setup.window - 1 : again + 1]] == [True] * 2 + [False] * setup.window
+    assert sum(bare for bare, _ in steps[pause:again]) >= LEAST_PAUSE - setup.window - 2
+
+
+def test_context_that_comes_a_step_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the device's check: as in the test before, but for one step."""
+    monkeypatch.setattr(verification, "TRIAL_SHARE", 1e9)
+    monkeypatch.setattr(Speculation, "plan", early_context)
+    monkeypatch.setattr(SlotTable, "has_context", lambda table, slots, *_: np.ones(len(slots), bool))
+    session = Session(dataclasses.replace(ROOMY, drafting=NONE, varlen=True, curve="steep"), monkeypatch)
+    session.add(ids(20), greedy(max_tokens=100))
+    with pytest.raises(AssertionError, match="windows without context"):
+        session.finish()
+
+
+def paused(monkeypatch: pytest.MonkeyPatch, slots: int) -> tuple[Session, Request]:
+    """One answer in a long pause; batches of more than one have not been judged."""
+    setup = dataclasses.replace(ROOMY, num_slots=slots, drafting=NONE, varlen=True, curve="steep")
+    session = Session(setup, monkeypatch)
+    one = session.add(ids(20), greedy(max_tokens=100))
+    for _ in range(30):
+        session.step()
+    assert decodes_of(session)[-1] == (True, False)
+    return session, one
+
+
+def test_a_batch_waits_until_the_draft_has_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four sequences has a hole in its window: none drafts, not even after a prompt, until it is filled."""
+    session, one = paused(monkeypatch, 4)
+    before, drafts = len(decodes_of(session)), session.device.drafts_made
+    others = [session.add(ids(20, number), greedy(max_tokens=60)) for number in range(1, 4)]
+    while session.device.drafts_made == drafts:
+        session.step()
+    # The step that found the other batch was bare; then a window of steps leaves context.
+    steps = decodes_of(session)[before:]
+    last_bare = max(at for at, (bare, _) in enumerate(steps) if bare)
+    assert len(steps) - 1 - last_bare == ROOMY.window and steps[-1] == (False, True)
+    assert not any(drafted for _, drafted in steps[:-1])
+    session.finish()
+    assert all(request.sequences[0].drafted for request in (one, *others))
+
+
+def test_most_of_a_batch_drafts_and_the_others_verify_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of sixteen have a hole: they draft when their windows are whole again, and till then count for nothing."""
+    session, first = paused(monkeypatch, 16)
+    second = session.add(ids(20, 1), greedy(max_tokens=60))
+    books = session.engine.speculation
+    assert books is not None
+    while not books._waits:
+        session.step()
+    before = first.sequences[0].drafted
+    assert not second.sequences[0].drafted and not books.switch.pause
+    others = [session.add(ids(14, number), greedy(max_tokens=60)) for number in range(2, 16)]
+    for _ in range(8):
+        session.step()
+    assert all(request.sequences[0].drafted for request in others)
+    assert first.sequences[0].drafted == before and not second.sequences[0].drafted
+    table, ledger = books.tables[0], books.ledgers[0]
+    slots = [s for s, each in enumerate(table.sequences) if each in (first.sequences[0], second.sequences[0])]
+    newest = (ledger.processed - 1) % (HISTORY + 1)
+    found = ledger._rounds[np.arange(16), newest]
+    assert np.isnan(found[slots]).all() and not np.isnan(np.delete(found, slots, axis=0)).any()
+    session.finish()
+
+
 def test_drafting_that_pays_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(dataclasses.replace(ROOMY, drafting=ALL, varlen=True, curve="flat"), monkeypatch)
     session.add(ids(20), greedy(max_tokens=100))
@@ -315,6 +408,7 @@ def test_drafts_are_verified_behind_what_is_forced(asynchronous: bool, monkeypat
 LADDER = BucketLadder.derive(
     max_num_batched_tokens=64, max_num_seqs=4, max_context_blocks=4, decode=(2, 4), drafts=3, varlen=True
 )
+WINDOW = 16
 STEEP = StepProfile(
     {2: 2.0, 4: 4.0, 6: 6.0, 8: 8.0, 12: 12.0, 16: 16.0}, {2: 0.5, 4: 0.5}, {2: 1.0, 4: 1.0}, {2: 2.5, 4: 4.5}
 )
@@ -351,56 +445,56 @@ def outputs(confidence: Any = None) -> dict[int, StepOutput]:
 
 def test_rows_follow_from_the_block_before_the_last() -> None:
     table, batch = decoding(2)
-    books = Speculation(LADDER, {0: table}, STEEP)
+    books = Speculation(LADDER, {0: table}, STEEP, WINDOW)
     low, high = np.full((2, 3), 0.1), np.ones((2, 3))
     rows = []
     for confidence in (low, high, high, low, low):
         planned = books.plan(batch)
         rows.append(planned.parts[0].rows)
-        books.completed(books.begin(planned), outputs(confidence))
+        books.completed(books.begin(planned, True), outputs(confidence))
     assert rows[:3] == [8, 8, 2], "before the first block that is known they count as certain, then as that one"
     seen = books.plan(batch).parts[0].round
     assert seen is not None and seen.known[:, 0].tolist() == [True] * 4 + [False] * (HISTORY - 4)
     assert np.allclose(seen.survival[:4, 0, 0], [0.1, 1, 1, 0.1]), "the newest first, and nothing of the round before"
-    books.completed({0: (batch.parts[0].slots, seen.owners)}, outputs(low))
+    books.completed({0: Began(batch.parts[0].slots, seen.owners, np.ones(2, bool))}, outputs(low))
     for _ in range(HISTORY + 1):
         planned = books.plan(batch)
-        books.completed(books.begin(planned), outputs(low))
+        books.completed(books.begin(planned, True), outputs(low))
     assert planned.parts[0].rows == 2
 
 
 def test_without_a_profile_all_is_verified_and_drafted() -> None:
     table, batch = decoding(3)
-    books = Speculation(LADDER, {0: table}, None)
+    books = Speculation(LADDER, {0: table}, None, WINDOW)
     for _ in range(4):
         planned = books.plan(batch)
         assert planned.parts[0].rows == 12  # of 4 sequences' shapes: 4, 8, 12 and 16
         outlook = books.outlook(planned)
         assert outlook.drafters == outlook.requests == 3
         assert books.drafts(outlook, LADDER.bucket(True, 12, 4, requests=4))
-        books.completed(books.begin(planned), outputs(np.zeros((4, 3))))
+        books.completed(books.begin(planned, True), outputs(np.zeros((4, 3))))
 
 
 def test_an_outlook_is_what_all_expect() -> None:
     table, batch = decoding(2)
-    books = Speculation(LADDER, {0: table}, STEEP)
+    books = Speculation(LADDER, {0: table}, STEEP, WINDOW)
     for _ in range(HISTORY + 1):
-        books.completed(books.begin(books.plan(batch)), outputs(np.full((2, 3), 0.5)))
+        books.completed(books.begin(books.plan(batch), True), outputs(np.full((2, 3), 0.5)))
     planned = books.plan(batch)
     filled = dataclasses.replace(planned, parts=[dataclasses.replace(planned.parts[0], rows=4)])
     outlook = books.outlook(filled)
-    assert outlook == Outlook(3 * FRACTIONS, 2, 2, 2), "two tokens, and two drafts of one half"
-    other = Outlook(5, 3, 1, 9)
+    assert outlook == Outlook(3 * FRACTIONS, 2, 2, 2, 2), "two tokens, and two drafts of one half"
+    other = Outlook(5, 3, 1, 2, 9)
     numbers = np.array([outlook.numbers(), other.numbers(), Outlook().numbers()])
-    assert Outlook.of_all(numbers) == Outlook(3 * FRACTIONS + 5, 5, 3, 9)
+    assert Outlook.of_all(numbers) == Outlook(3 * FRACTIONS + 5, 5, 3, 4, 9)
     assert not books.drafts(Outlook(), LADDER.bucket(True, 2, 4, requests=2)), "nobody could draft"
 
 
 def test_what_a_draft_needs_to_know() -> None:
     table, batch = decoding(2, top_k=7, min_p=0.25)
-    books = Speculation(LADDER, {0: table, 1: SlotTable(4, 4, 3)}, None)
+    books = Speculation(LADDER, {0: table, 1: SlotTable(4, 4, 3)}, None, WINDOW)
     table.drafted[:] = False
-    own, idle = books.rows(batch, [0, 1], Outlook(drafters=3))
+    own, idle = books.rows(books.begin(books.plan(batch), True), [0, 1], Outlook(drafters=3))
     assert own.shape == idle.shape == (len(DRAFT_COLUMNS), 4)
     view = dict(zip(DRAFT_COLUMNS, own, strict=True))
     assert view["slot"].tolist() == [0, 1, -1, -1] and (idle[0] == -1).all()
@@ -417,13 +511,13 @@ def test_what_a_draft_needs_to_know() -> None:
 
 def test_drafts_are_told_to_those_that_must_match() -> None:
     table, batch = decoding(2)
-    books = Speculation(LADDER, {0: table}, None)
+    books = Speculation(LADDER, {0: table}, None, WINDOW)
     matched, free = batch.parts[0].sequences
     matched.matcher, table.matched[0] = Letters(), True
-    rounds = books.begin(books.plan(batch))
+    rounds = books.begin(books.plan(batch), True)
     books.completed(rounds, outputs(np.ones((2, 3))))
     assert matched.drafts == [0, 1, 2] and not free.drafts
-    books.completed(books.begin(books.plan(batch)), outputs())
+    books.completed(books.begin(books.plan(batch), True), outputs())
     assert matched.drafts == [], "the step did not draft"
 
 
@@ -532,7 +626,8 @@ def test_the_requests_of_the_controls_meet_everything(setup: Setup, monkeypatch:
     assert any(one.matcher is not None and one.accepted for one in answers)
 
 
-settle, advance, keep, caps_of, book_verified, completed = (
+plan, settle, advance, keep, caps_of, book_verified, completed = (
+    Speculation.plan,
     SlotTable.settle,
     SlotTable.advance,
     CacheChores.keep,
@@ -550,8 +645,8 @@ def late(table: SlotTable, slots: np.ndarray, drafts: np.ndarray, emitted: np.nd
     settle(table, slots, drafts * 0, emitted)
 
 
-def stale(table: SlotTable, slots: np.ndarray, drafts: np.ndarray | None = None) -> None:
-    advance(table, slots, drafts)
+def stale(table: SlotTable, slots: np.ndarray, drafts: np.ndarray | None = None, bare: bool = False) -> None:
+    advance(table, slots, drafts, bare)
     table.drafted[slots] = True
 
 
@@ -559,8 +654,18 @@ def greedy_caps(table: SlotTable, slots: np.ndarray) -> np.ndarray:
     return np.where(table.drafted[slots], table.num_drafts, 0).astype(np.int32)
 
 
-def forgetful(ledger: RateLedger, slots: np.ndarray, owners: np.ndarray, confidence: Any) -> None:
+def forgetful(ledger: RateLedger, *_: Any) -> None:
     pass
+
+
+def in_the_dark(table: SlotTable, slots: np.ndarray, drafts: np.ndarray | None = None, bare: bool = False) -> None:
+    advance(table, slots, drafts)
+
+
+def early_context(books: Speculation, batch: DecodeBatch) -> DecodeBatch:
+    """A step fewer with context than the window is long, and nobody asks whether it is whole."""
+    planned = plan(books, batch)
+    return dataclasses.replace(planned, bare=books.switch.pause >= books.window - 1)
 
 
 def inherited(ledger: RateLedger, slots: np.ndarray) -> None:
@@ -605,6 +710,8 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
         "keep",
         lambda c, pending, before=None: keep(c, pending),
     ),
+    "drafts are made without context": (SlotTable, "has_context", lambda t, slots, *_: np.ones(len(slots), bool)),
+    "steps that leave no context are not booked": (SlotTable, "advance", in_the_dark),
     "rounds do not come back": (RateLedger, "process", forgetful),
     "rounds of another count": (RateLedger, "reset", inherited),
     "masks do not follow the drafts": (matching, "rows_allowed", anything),

@@ -6,6 +6,7 @@ The numbers T1, T2, ... are those of the test list of dspark 7.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from di_jax.engine.runner import ModelRunner
 from di_jax.engine.speculative_programs import DraftSettings
 from di_jax.engine.speculative_steps import plain_accept
 from di_jax.engine.step_plan import Bucket, StepPlan
+from di_jax.model import transformer
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.config import ModelConfig
 from di_jax.model.quantization import CacheFormats
@@ -560,6 +562,47 @@ def test_the_whole_state_is_updated_in_place(lab: Lab) -> None:
         assert memory.alias_size_in_bytes == expected, name
         # Results beside the state are small: a copy of what is passed through would be seen here.
         assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 64_000, name
+
+
+def copies_of_rings(lab: Lab, bucket: Bucket) -> int:
+    """Copies of all window rings in the step of a bucket."""
+    window = lab.layout.abstract().window
+    shape = f"f32[{','.join(map(str, window.shape))}]"
+    assert window.dtype == np.float32
+    text = lab.runner.lower(bucket).compile().as_text()
+    assert shape in text
+    return len(re.findall(rf"= {re.escape(shape)}\S* copy\(", text))
+
+
+@pytest.mark.parametrize("bucket", [PLAIN, FULL], ids=["plain", "verify"])
+def test_no_step_copies_its_rings(lab: Lab, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's context goes into the rings that the last layer reads, once it has read them. The control: when
+    nothing says so, there are two versions of the rings."""
+    assert copies_of_rings(lab, bucket) == 0
+    monkeypatch.setattr(transformer.lax, "optimization_barrier", lambda values: values)
+    assert copies_of_rings(lab, bucket) > 0
+
+
+def test_a_bare_step_is_a_plain_one_that_leaves_the_draft_no_context(lab: Lab) -> None:
+    bare = dataclasses.replace(PLAIN, bare=True)
+    found = []
+    for bucket in (PLAIN, bare):
+        lab.runner.reset()
+        lanes = lanes_at(PLACES)
+        lab.prefill(lanes)
+        lab.draft(lanes)
+        before = lab.host("window")
+        for _ in range(3):
+            lab.plain(lanes, bucket=bucket)
+        assert (lab.host("draft_token")[[2, 0]] == -1).all(), "drafts follow another token now"
+        found.append(([lane.said for lane in lanes], [lane.logprobs for lane in lanes], before, lab.host("window")))
+    layers = CUT.num_hidden_layers
+    (said, logprobs, _, with_context), (same, close, before, without) = found
+    assert said == same and max(map(len, said)) == 4
+    np.testing.assert_allclose(logprobs, close, atol=CLOSE)
+    np.testing.assert_allclose(with_context[:layers], without[:layers], atol=CLOSE)
+    assert (without[layers:] == before[layers:]).all() and (with_context[layers:] != before[layers:]).any()
+    lab.runner.reset()
 
 
 def test_what_is_asked_in_the_wrong_way_is_refused(lab: Lab) -> None:

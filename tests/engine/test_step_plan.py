@@ -235,6 +235,23 @@ def test_large_prefill_buckets_come_in_two_shapes() -> None:
     assert kept % Bucket(False, kept, 1, 8).grain == 0 and 1024 <= kept <= 2048
 
 
+def test_decode_steps_with_and_without_context_for_a_draft() -> None:
+    """An engine that may pause drafting has both, one that always verifies or has no draft neither."""
+
+    def plain(drafts: int, varlen: bool) -> list[bool]:
+        ladder = BucketLadder((64,), (4,), (2,), drafts=drafts, varlen=varlen)
+        return [bucket.bare for bucket in ladder.buckets() if bucket.decode and not bucket.drafts]
+
+    assert plain(5, True) == [False, True] and plain(5, False) == [] and plain(0, True) == [False]
+    ladder = BucketLadder((64,), (4,), (2,), drafts=5)
+    with_context, bare = ladder.bucket(True, 4, 2), ladder.bucket(True, 4, 2, bare=True)
+    assert with_context != bare and with_context.fields == bare.fields
+    with pytest.raises(ValueError, match="only a decode step without drafts"):
+        Bucket(False, 64, 2, bare=True)
+    with pytest.raises(ValueError, match="only a decode step without drafts"):
+        Bucket(True, 8, 2, drafts=3, requests=4, bare=True)
+
+
 def test_fit_takes_the_smallest_shape_that_keeps_enough() -> None:
     ladder = BucketLadder((64, 256), (1,), (2,), kept_rows=(0, 64))
     assert ladder.fit(False, [200], 2, [22]) == KEEPING

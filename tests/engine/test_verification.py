@@ -18,6 +18,7 @@ from di_jax.engine.verification import (
     JUDGED_STEPS,
     LEAST_PAUSE,
     LONGEST_PAUSE,
+    MOST_DOUBLINGS,
     TRIAL_SHARE,
     UNKNOWN_STEPS,
     DraftSwitch,
@@ -184,6 +185,18 @@ def test_rounds_that_did_not_draft_are_not_known() -> None:
     assert ledger.schedule(slot).known[:4, 0].tolist() == [True, False, True, False]  # rounds 2, 1, 0; none before
 
 
+def test_requests_that_did_not_draft_are_not_known() -> None:
+    ledger, slots = RateLedger(3, K), np.arange(3)
+    first = ledger.schedule(slots)
+    ledger.reset(slots[1:2])
+    ledger.schedule(slots[1:2])
+    ledger.process(slots, first.owners, np.full((3, K), 0.5), np.array([True, True, False]))
+    ledger.schedule(slots[[0, 2]])
+    begun = ledger.schedule(slots[[0, 2]])
+    assert begun.known[0].tolist() == [True, False]
+    assert begun.survival[0, 0].tolist() == [0.5 ** (n + 1) for n in range(K)] and (begun.survival[0, 1] == 1).all()
+
+
 def test_more_than_one_round_in_flight_is_told() -> None:
     ledger, slots = RateLedger(4, K), np.array([1, 3])
     ledger.schedule(slots)
@@ -334,16 +347,30 @@ def test_one_bad_block_does_not() -> None:
 
 def test_what_is_not_known_is_drafted() -> None:
     switch = DraftSwitch()
-    assert all(switch.next(8, None) for _ in range(100)) and not switch.paused
+    assert all(switch.next(8, None) for _ in range(100)) and not switch.pause
 
 
 @given(requests=st.integers(1, 512), gain=st.floats(0.2, 0.999))
-def test_trials_of_a_batch_that_never_gains_cost_one_percent(requests: int, gain: float) -> None:
+def test_trials_of_a_batch_that_never_gains_cost_their_share(requests: int, gain: float) -> None:
     pauses = pauses_of(DraftSwitch(), requests, gain, 12_000)
     trial = judged_steps(requests) - 1 + UNKNOWN_STEPS  # the step of the verdict drafts no more
-    assert len(set(pauses)) == 1, "each is as long as the one before"
+    assert pauses == [min(pauses[0] << min(n, MOST_DOUBLINGS), LONGEST_PAUSE) for n in range(len(pauses))]
     cost = trial * (1 / gain - 1) / pauses[0]
     assert cost <= TRIAL_SHARE and (pauses[0] == LEAST_PAUSE or cost > 0.6 * TRIAL_SHARE)
+
+
+def test_what_keeps_failing_is_tried_less_often() -> None:
+    switch = DraftSwitch()
+    first, *others = pauses_of(switch, 8, 0.9, 4000)
+    assert (
+        others[:5] == [min(first << n, LONGEST_PAUSE) for n in (1, 2, 3, 3, 3)][: len(others[:5])] and len(others) > 2
+    )
+    while switch.pause:
+        switch.next(8, None)
+    assert all(switch.next(8, 1.2) for _ in range(JUDGED_STEPS)), "it pays, and what failed before is forgotten"
+    while switch.next(8, 0.9):
+        pass
+    assert switch.pause + 1 < 2 * first
 
 
 def test_pauses_are_bounded() -> None:
@@ -355,9 +382,12 @@ def test_drafting_returns_when_it_pays() -> None:
     switch = DraftSwitch()
     while switch.next(64, 0.8):
         pass
+    left = switch.pause
     while not switch.next(64, None):
-        assert switch.paused or switch._last.pause == 0
-    assert all(switch.next(64, 1.3) for _ in range(200)) and not switch.paused
+        assert switch.pause == left - 1
+        left -= 1
+    assert left == 0
+    assert all(switch.next(64, 1.3) for _ in range(200)) and not switch.pause
 
 
 def test_batches_of_another_size_have_a_verdict_of_their_own() -> None:
@@ -366,9 +396,9 @@ def test_batches_of_another_size_have_a_verdict_of_their_own() -> None:
         pass
     assert not switch.next(127, None) and not switch.next(64, None)  # of the same size
     assert not switch.next(63, None), "one less than 64 is the same batch"
-    assert switch.next(30, None) and not switch.paused
+    assert switch.next(30, None) and not switch.pause
     assert all(switch.next(16, 1.3) for _ in range(50))
-    assert not switch.next(100, None) and switch.paused, "what was found before it drained still holds"
+    assert not switch.next(100, None) and switch.pause, "what was found before it drained still holds"
 
 
 def test_a_batch_that_changes_by_one_is_judged_once() -> None:

@@ -1,0 +1,161 @@
+"""The Hopper kernel against the reference: interpreted here, on the GPU where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_model import TINY
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from paged import Piece, rows_of
+
+from di_jax.model.cache import CacheLayout
+from di_jax.model.config import ModelConfig
+from di_jax.model.quantization import CacheFormats
+from di_jax.model.rope import rotation
+from kernels_pallas.hopper import KERNEL, UnsupportedShape, unavailable
+from kernels_pallas.sparse_attention import api, reference
+from kernels_pallas.sparse_attention import mosaic_gpu_sm90 as kernel
+from kernels_pallas.sparse_attention.config import SparseAttentionConfig
+
+ON_HOPPER = unavailable() is None
+QUANTIZED = CacheFormats.quantized()
+SCALE = 512**-0.5
+# bfloat16 of the probabilities and of the result, of values up to 4.
+TOLERANCE = 0.03
+
+
+def config(window: int) -> ModelConfig:
+    changes: dict[str, int] = {"num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64}
+    return dataclasses.replace(TINY, sliding_window=window, **changes)  # type: ignore[arg-type]
+
+
+class Case:
+    """Random caches and queries of a step. What no row may read is poison: other records hold the largest values."""
+
+    def __init__(
+        self, pieces: list[Piece], tile: int, *, top_k: int, source: int = 2, window: int = 16, slots: int = 4
+    ) -> None:
+        self.layout = CacheLayout(config(window), QUANTIZED, num_blocks=24, num_slots=slots, block_size=128)
+        self.source = source
+        self.rows, self.first = rows_of(pieces, tile=tile)
+        generator = np.random.default_rng(tile + top_k)
+        total, ring_rows = self.rows.num_rows, self.layout.config.window_ring
+        ratio = self.layout.config.kv_source_ratios[source]
+
+        def stored(codec: Any, *shape: int) -> np.ndarray:
+            return np.array(codec.encode(jnp.asarray(generator.normal(size=shape), jnp.float32)))
+
+        self.query = jnp.asarray(generator.normal(size=(total, 64, 512)), jnp.bfloat16)
+        self.sink = jnp.asarray(generator.normal(size=64), jnp.float32)
+        fresh = stored(QUANTIZED.window, total, 512)
+        self.kv = QUANTIZED.window.decode(jnp.asarray(fresh)).astype(jnp.bfloat16)
+        self.ring = np.full((slots, ring_rows, 528), 0x7E, np.uint8)
+        pool = np.full((24 * self.layout.rows_per_block, 288), 0x7E, np.uint8)
+        self.selected = np.full((total, top_k), -1, np.int32)
+        for piece, first in zip(pieces, self.first):
+            last = piece.start + (piece.count if tile == 1 else 0)
+            for position in range(max(0, last - ring_rows), last):
+                self.ring[piece.slot, position % ring_rows] = stored(QUANTIZED.window, 512)
+            for row, position in enumerate(piece.positions, first):
+                reachable = (position + 1) // ratio
+                chosen = np.sort(generator.permutation(reachable)[: generator.integers(0, top_k + 1)])
+                self.selected[row, : len(chosen)] = chosen
+                table = np.asarray(piece.blocks, np.int32)
+                at = np.asarray(self.layout.entry_row(source, jnp.asarray(table), jnp.asarray(chosen, jnp.int32)))
+                pool[at] = stored(QUANTIZED.compressed, len(chosen), 512) if len(chosen) else pool[at]
+        self.pool = pool.reshape(24, self.layout.rows_per_block, 288)
+
+    def run(self, *, window_only: bool = False, **options: Any) -> np.ndarray:
+        """The kernel's result; options are those of the tuning."""
+        tuning = dataclasses.replace(SparseAttentionConfig(), **options)
+        interpret = None if ON_HOPPER else plgpu.InterpretGPUParams()
+        function = jax.jit(lambda *a: kernel.sparse_attention(*a, config=tuning, interpret=interpret, **self._static()))
+        return self._valid(function(*self._arrays(window_only, jnp.bfloat16)))
+
+    def expected(self, *, window_only: bool = False) -> np.ndarray:
+        function = jax.jit(lambda *a: reference.sparse_attention(*a, **self._static()))
+        return self._valid(function(*self._arrays(window_only, jnp.float32)))
+
+    def _static(self) -> dict[str, Any]:
+        return {"rows": self.rows, "layout": self.layout, "source": self.source, "scale": SCALE}
+
+    def _arrays(self, window_only: bool, dtype: Any) -> tuple[Any, ...]:
+        caches = (None, None) if window_only else (jnp.asarray(self.pool), jnp.asarray(self.selected))
+        cos_sin = rotation(self.layout.config, True, self.rows.position)
+        query, kv = self.query.astype(dtype), self.kv.astype(dtype)
+        return query, kv, jnp.asarray(self.ring), *caches, self.sink, cos_sin
+
+    def _valid(self, out: Array) -> np.ndarray:
+        return np.asarray(out, np.float32)[np.asarray(self.rows.valid)]
+
+    def error(self, *, window_only: bool = False, **options: Any) -> float:
+        difference = self.run(window_only=window_only, **options) - self.expected(window_only=window_only)
+        assert np.isfinite(difference).all()
+        return float(np.abs(difference).max())
+
+
+BLOCKS = ((7, 2, 9, 4), (3, 11, 0, 8), (5, 6, 1, 10))
+
+
+@cache
+def decode() -> Case:
+    """The first positions, a row without entries, and one whose window and entries are full; an odd number of rows."""
+    positions = (0, 1, 15, 300)
+    pieces = [Piece(p, 1, slot, BLOCKS[slot % 3]) for slot, p in enumerate(positions)]
+    return Case(pieces, 1, top_k=70)
+
+
+@cache
+def prefill() -> Case:
+    """Seams inside the window, chunks that begin a sequence, a window that starts inside the chunk."""
+    pieces = [Piece(0, 3, 2, BLOCKS[0]), Piece(21, 4, 0, BLOCKS[1], window_start=19), Piece(200, 2, 1, BLOCKS[2])]
+    return Case(pieces, 4, top_k=70)
+
+
+@pytest.mark.parametrize("blocks", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_decode(blocks: int) -> None:
+    """All rows in one block of threads, and spread over several of which some take a second row."""
+    assert decode().error(blocks=blocks) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_prefill() -> None:
+    assert prefill().error(blocks=2) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_window_only() -> None:
+    assert prefill().error(blocks=2, window_only=True) < TOLERANCE
+
+
+def test_padding_rows_have_no_keys() -> None:
+    case = decode()
+    index, tiles = kernel.plan(case.rows, case.layout, jnp.asarray(case.selected), case.source, ring_slots=4)
+    padding = ~np.asarray(case.rows.valid)
+    assert padding.any() and (np.asarray(index)[padding] == -1).all() and (np.asarray(tiles)[padding] == 0).all()
+
+
+def test_a_named_kernel_says_what_does_not_fit() -> None:
+    case = decode()
+    cos, _ = rotation(case.layout.config, True, case.rows.position)
+    assert api.unsupported(case.query, cos, case.layout) is None
+    for query, word in ((case.query.astype(jnp.float32), "bfloat16"), (case.query[:, :32], "heads")):
+        assert word in str(api.unsupported(query, cos, case.layout))
+    plain = dataclasses.replace(case.layout, formats=CacheFormats.plain(jnp.dtype(jnp.bfloat16)))
+    assert "records" in str(api.unsupported(case.query, cos, plain))
+    if not ON_HOPPER:
+        with pytest.raises(UnsupportedShape, match="needs a GPU"):
+            api.sparse_attention(*case._arrays(False, jnp.bfloat16), **case._static(), implementation=KERNEL)
+
+
+@pytest.mark.parametrize("registers", [(128, 160, 112), (84, 160, 104)])
+def test_registers_that_do_not_fit(registers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="registers"):
+        SparseAttentionConfig(registers=registers)
