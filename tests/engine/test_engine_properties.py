@@ -430,7 +430,7 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
         lambda tokens, _, size: (tokens - 1) // size * size,
     ),
     "rows before a chunk are forgotten": (Sequence, "tokens", lambda s, a, b: _known(s)[a:b] if b > a + 3 else []),
-    "an answer's numbers start again": (SlotTable, "advance", lambda t, slots, _: _advance(t, slots)),
+    "an answer's numbers start again": (SlotTable, "advance", lambda t, slots, *_: _advance(t, slots)),
     "the text of another counts": (prefix_cache, "_digest", lambda *parts: bytes(15) + bytes([len(parts)])),
 }
 

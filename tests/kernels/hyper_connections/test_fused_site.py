@@ -110,6 +110,7 @@ def check(run: Run, case: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 13, 72])
+@pytest.mark.slow
 @pytest.mark.parametrize("run", implementations())
 def test_against_float64(run: Run, rows: int) -> None:
     check(run, inputs(rows, seed=rows))

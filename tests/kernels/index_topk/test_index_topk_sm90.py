@@ -95,6 +95,7 @@ def check(case: Case, tuning: Tuning) -> None:
     assert (np.asarray(free) != np.asarray(inside)).any(), "the candidates change something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [0, 2])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3"])
 def test_decode_equals_the_reference(kind: str, source: int) -> None:
@@ -109,12 +110,14 @@ def test_prefill_equals_the_reference(together: int) -> None:
     check(Case("prefill", 2), Tuning(rows=together, units=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "e4m3"])
 def test_arbitrary_values(kind: str) -> None:
     """32 heads; scales of all groups differ. The choice is the same unless two scores are within rounding."""
     check(Case("decode", 2, heads=32, integers=False), Tuning(kind=kind))
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others() -> None:
     case = Case("decode", 2, integers=False)
     together, _ = case.run(partial(kernel.index_topk, tuning=Tuning()))
@@ -127,6 +130,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     np.testing.assert_array_equal(own, together[4:5])
 
 
+@pytest.mark.slow
 def test_more_rows_than_scores_fit_go_in_turns() -> None:
     case = Case("decode", 2)
     whole, _ = case.run(partial(kernel.index_topk, tuning=Tuning()))
@@ -210,6 +214,7 @@ def test_every_code_decodes_exactly() -> None:
         np.testing.assert_array_equal(values * 64, expected[:, odd::2])
 
 
+@pytest.mark.slow
 def test_released_shapes_lower_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode of 64 rows with 65,536 keys each, candidates made and used, without a GPU."""
     monkeypatch.setattr(kernel, "_call", LAUNCH)

@@ -119,7 +119,8 @@ def prefill() -> Case:
     return Case(pieces, 4, top_k=70)
 
 
-@pytest.mark.parametrize("blocks", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [3, 1])
 def test_decode(blocks: int) -> None:
     """All rows in one block of threads, and spread over several of which some take a second row."""
     assert decode().error(blocks=blocks) < TOLERANCE
