@@ -91,7 +91,7 @@ class PlatformGroup(Group):
     pjrt_plugin: str | None = key(None, only=(None,))
     # Options of XLA for the engine's programs, over those known to be good on the device; null: XLA's defaults alone.
     compiler_options: str | Mapping[str, str | bool | int | float] | None = key("auto")
-    # Of device memory on NVIDIA, by XLA's names. auto: vmm, where graphs of steps stay as they are from step to step.
+    # Of device memory on NVIDIA, by XLA's names. auto: vmm for an engine that drafts, whose graphs then stay.
     allocator: str = key("auto", choices=("auto", "default", "bfc", "cuda_async", "vmm"))
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from jax import Array
 
 from di_jax.model.cache import CacheLayout
 from di_jax.parallel.mesh import DeviceMesh
+from kernels_pallas.benchmark import H200_BYTES, H200_FLOPS, H200_FP8_FLOPS
 
 ONE_DEVICE = DeviceMesh()
 NOTE = (
@@ -129,7 +130,7 @@ def published_peaks(device_kind: str) -> Peaks | None:
     H200: 4.3 TB/s, and products of 760 TFLOP/s in bf16 and 1,469 in e4m3, the most that programs reach there. A copy by
     XLA makes 3.2 TB/s of it: floors from that would flatter kernels that do better.
     """
-    return Peaks(4.3e12, 760e12, 1469e12) if "H200" in device_kind else None
+    return Peaks(H200_BYTES, H200_FLOPS, H200_FP8_FLOPS) if "H200" in device_kind else None
 
 
 def measure_peaks(dtype: str) -> Peaks:

@@ -119,14 +119,19 @@ class Linear(nnx.Module):
         return matmul(x, self.expanded(*index), out_dtype or self.numerics.dtype)
 
 
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """w * x * rsqrt(mean(x^2) + eps) over the last axis, fp32: whoever rounds does it once, after it (numerics 5.1)."""
+    x = x.astype(jnp.float32)
+    scale = jnp.reciprocal(jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps))
+    return weight.astype(jnp.float32) * x * scale
+
+
 class RMSNorm(nnx.Module):
-    """y = w * x * rsqrt(mean(x^2) + eps), fp32, weight applied before the one rounding (numerics 5.1)."""
+    """A stack of `rms_norm`, rounded to the model's dtype."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, stack: tuple[int, ...], features: int) -> None:
         self.eps, self.dtype = config.rms_norm_eps, numerics.dtype
         self.weight = parameter((*stack, features), jnp.bfloat16, ("layers",) * len(stack) + (None,))
 
     def __call__(self, x: Array, *index: Array | int) -> Array:
-        x = x.astype(jnp.float32)
-        scale = jnp.reciprocal(jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps))
-        return (self.weight[index].astype(jnp.float32) * x * scale).astype(self.dtype)
+        return rms_norm(x, self.weight[index], self.eps).astype(self.dtype)

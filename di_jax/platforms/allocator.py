@@ -27,10 +27,11 @@ def choose_allocator(config: Config) -> None:
             raise ConfigError(f"platform.allocator: {allocator} is for NVIDIA devices, of which none is used; set auto")
         return
     if allocator == "auto":
-        # With bfc a program's temporaries are somewhere else in every step that has several programs, and XLA writes
-        # the new addresses into the graph first: 8 ms for 900 commands, more than the step takes on the device (64
-        # requests with drafts on an H200: 15 ms a step with bfc, 8 ms with vmm). What jax itself was told stays.
-        if "XLA_PYTHON_CLIENT_ALLOCATOR" in os.environ:
+        # A step with drafts is several programs. With bfc the temporaries of each are somewhere else every time, and
+        # XLA writes the new addresses into the graph first: 8 ms for 900 commands, more than the step takes on the
+        # device (64 requests on an H200: 15 ms a step with bfc, 8 ms with vmm). Steps of one program take as long with
+        # either, and bfc keeps account of its memory. What jax itself was told stays.
+        if not config.drafting.enabled or "XLA_PYTHON_CLIENT_ALLOCATOR" in os.environ:
             return
         allocator = VMM
     jax.config.update("jax_pjrt_client_create_options", {**client_options(), "allocator": allocator})

@@ -12,6 +12,7 @@ import jax
 
 from di_jax.config import PlatformGroup
 from di_jax.errors import ConfigError
+from di_jax.platforms.allocator import VMM, client_options
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,10 @@ NVIDIA: Mapping[str, Option] = MappingProxyType(
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
         ),
         "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_command_buffer_update_mode": "SKIP_TEMP",  # temporaries stay where they are: platform.allocator
     }
 )
+# Where the allocator keeps temporaries in their place, graphs are not written anew for them (`platform.allocator`).
+WITH_VMM: Mapping[str, Option] = MappingProxyType({**NVIDIA, "xla_gpu_command_buffer_update_mode": "SKIP_TEMP"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Compiler:
         """
         if group.compiler_options is None:
             return cls()
-        chosen = cls(NVIDIA if device.platform == "gpu" and "nvidia" in device.device_kind.lower() else {})
+        nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
+        chosen = cls({} if not nvidia else WITH_VMM if client_options().get("allocator") == VMM else NVIDIA)
         if chosen.options and (problem := chosen.problem()) is not None:
             logger.warning("steps are compiled without %s: %s", ", ".join(chosen.options), problem)
             chosen = cls()

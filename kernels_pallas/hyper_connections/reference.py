@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from di_jax.model.linear import rms_norm
+
 
 def mixes(
     streams: Array, fn: Array, base: Array, scale: Array, *, iterations: int, eps: float, rms_eps: float
@@ -51,13 +53,6 @@ def expand(y: Array, streams: Array, post: Array, comb: Array) -> Array:
     return lax.optimization_barrier(out.astype(streams.dtype))
 
 
-def norm(x: Array, weight: Array, rms_eps: float) -> Array:
-    """RMSNorm of x [T, D] with weight [D], rounded once (numerics 5.1)."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.reciprocal(jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + rms_eps))
-    return (weight.astype(jnp.float32) * wide * scale).astype(x.dtype)
-
-
 def fused_site(
     layer: Array | int,
     y: Array | None,
@@ -74,9 +69,9 @@ def fused_site(
     eps: float,
     rms_eps: float,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """`expand` of the sublayer before, `mixes` of this site, and `norm` of what `collapse` gives the next sublayer."""
+    """`expand` of the sublayer before, `mixes` of this site, and `rms_norm` of what `collapse` gives."""
     if y is not None and post is not None and comb is not None:
         streams = expand(y, streams, post, comb)
     collapsed = collapse(streams, pre)
     mixed = mixes(streams, fn[layer], base[layer], scale[layer], iterations=iterations, eps=eps, rms_eps=rms_eps)
-    return (streams, norm(collapsed, norm_weight[layer], rms_eps), *mixed)
+    return (streams, rms_norm(collapsed, norm_weight[layer], rms_eps).astype(streams.dtype), *mixed)

@@ -6,30 +6,22 @@ enqueued back to back inside one program, each depends on the one before. No lib
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import di_jax
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
 from di_jax.model.quantization import CacheFormats, fake_quantize
 from di_jax.model.rows import Rows, make_rows
-from kernels_pallas.hopper import KERNEL, UnsupportedShape
+from kernels_pallas.benchmark import RELEASED, main, measured, seconds
+from kernels_pallas.hopper import KERNEL
 from kernels_pallas.index_topk import api
-
-RELEASED = Path(di_jax.__file__).parent / "model" / "released" / "deepseek-v4.1-flash.json"
-PEAK_BYTES, PEAK_FLOPS = 4.3e12, 760e12  # of an H200, measured: copies, and bf16 matrix products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +48,6 @@ class Workload:
     @property
     def flops(self) -> int:
         return 2 * 32 * 128 * self.scored * self.rows
-
-    @property
-    def floor(self) -> float:
-        """Seconds: bytes or operations, whichever takes longer."""
-        return max(self.bytes / PEAK_BYTES, self.flops / PEAK_FLOPS)
 
 
 WORKLOADS = (
@@ -104,23 +91,17 @@ def inputs(work: Workload) -> tuple[CacheLayout, Rows, tuple[Array, ...]]:
     return layout, rows, jax.block_until_ready(arrays)
 
 
-def seconds(call: Callable[..., Array], arrays: tuple[Array, ...], calls: int) -> float:
-    """Median time of one of `calls` calls in a row."""
+def chain(call: Callable[..., Array], calls: int) -> Callable[..., Array]:
+    """`calls` calls in a row in one program, each on what the one before leaves."""
 
     @jax.jit
-    def many(weights: Array, *rest: Array) -> Array:
+    def run(weights: Array, *rest: Array) -> Array:
         def body(_: int, weights: Array) -> Array:
             return weights + jnp.where(call(weights, *rest)[:, :1] < -1, 1.0, 0.0)  # waits, changes nothing
 
         return lax.fori_loop(0, calls, body, weights)
 
-    jax.block_until_ready(many(*arrays))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(many(*arrays))
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times)
+    return run
 
 
 def measure(work: Workload) -> dict[str, Any]:
@@ -134,43 +115,13 @@ def measure(work: Workload) -> dict[str, Any]:
         )  # fmt: skip
         return chosen if blocks is None else chosen + blocks[:, :1] * 0
 
-    row: dict[str, Any] = {"workload": work.name, "floor_us": work.floor * 1e6}
-    for name, calls in ((KERNEL, 50), ("reference", work.reference_calls)):
-        try:
-            taken = seconds(partial(call, name), arrays, calls)
-        except UnsupportedShape as error:
-            row[name] = str(error)
-            continue
-        row[name] = {
-            "us": taken * 1e6,
-            "gb_per_s": work.bytes / taken / 1e9,
-            "tflop_per_s": work.flops / taken / 1e12,
-            "roofline": work.floor / taken,
-        }
-    return row
+    def timed(name: str, calls: int) -> float:
+        return seconds(chain(partial(call, name), calls), arrays, calls)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
-    options = parser.parse_args()
-    for work in WORKLOADS:
-        if options.only not in work.name:
-            continue
-        row = measure(work)
-        if options.json:
-            print(json.dumps({"device": jax.devices()[0].device_kind, **row}), flush=True)
-            continue
-        print(f"{work.name}: floor {row['floor_us']:.0f} us")
-        for name in (KERNEL, "reference"):
-            m = row[name]
-            text = m if isinstance(m, str) else (
-                f"{m['us']:9.1f} us  {m['gb_per_s']:7.0f} GB/s  {m['tflop_per_s']:6.1f} TFLOP/s  "
-                f"{m['roofline']:6.1%} of the roofline"
-            )  # fmt: skip
-            print(f"  {name:16s} {text}", flush=True)
+    return measured(
+        work, {KERNEL: partial(timed, KERNEL, 50), "reference": partial(timed, "reference", work.reference_calls)}
+    )
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, WORKLOADS, measure)

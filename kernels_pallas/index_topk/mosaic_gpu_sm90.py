@@ -33,6 +33,7 @@ UNIT = 128  # keys that a warpgroup scores at a time
 UNIT_BYTES = UNIT * RECORD
 GROUP = 8  # entries of a group, and of a candidate block
 SELECT_THREADS = 512
+GROUPS_AT_ONCE = 2  # scale groups of e4m3 products under way
 NOTHING = -(2**31)  # ordered key of a masked entry
 LOWEST = 0x807FFFFF - 2**32 + 1  # ordered key right above -inf
 OUT_OF_REACH = 2**30
@@ -66,10 +67,6 @@ class Scan:
     rows_per_block: int
     first: int
     warpgroups: int = 1
-    late: bool = True
-    lazy: bool = False
-    split: int = 2
-    keep: bool = True
 
     @property
     def piece(self) -> int:
@@ -266,16 +263,14 @@ class ScanBlock:
         m, s = self.m, self.s
         for stage in range(s.stages):
             self.issue(m.integer(stage), m.integer(stage), own > stage)
-        kept = self.row_weights(0) if s.rows == 1 and s.keep else None
-        late = s.late and s.rows <= 2
+        kept = self.row_weights(0) if s.rows == 1 else None
+        late = s.rows <= 2  # sums are stored while the next products are under way: registers for two sets
 
         def body(turn: Any, carry: list[Any]) -> list[Any]:
             stage, parity, *before = carry
             m.wait(self.barriers + stage * 8, parity)
             base = self.stages + (stage * UNIT_BYTES + self.records)
-            loads = [functools.partial(self.load_keys, base, half) for half in self.offsets]
-            if not (s.lazy and late):
-                loads = [functools.partial(lambda raw: raw, load()) for load in loads]
+            loads = [self.load_keys(base, half) for half in self.offsets]
 
             def refill() -> None:
                 m.sync_group(self.warpgroup)
@@ -372,7 +367,7 @@ class ScanBlock:
         if s.kind == "bf16":
             pending: list[Any] = []
             for load in loads:
-                pending.append(self.product_bf16(load()))
+                pending.append(self.product_bf16(load))
                 if s.rows > 2:  # no registers for two sets of sums
                     finish(m.products_done(pending.pop(), 0))
             if between:
@@ -381,7 +376,7 @@ class ScanBlock:
                 finish(m.products_done(pending.pop(0), len(pending)))
         else:
             for number, load in enumerate(loads):
-                finish(self.sums_e4m3(load(), between if number else None))
+                finish(self.sums_e4m3(load, between if number else None))
         first, second = halves
         return [x for i in range(0, 2 * s.rows, 2) for x in (*first[i : i + 2], *second[i : i + 2])]
 
@@ -400,13 +395,13 @@ class ScanBlock:
         pairs = [(decode_e4m3(a), decode_e4m3(b)) for a, b in zip(low, high)]
         steps = [[a[0], b[0], a[1], b[1]] for a, b in pairs]
         total: list[Any] = []
-        for first in range(0, 4, s.split):
+        for first in range(0, 4, GROUPS_AT_ONCE):
             query = self.shared["query"] + first * 32
-            parts = m.product(steps[first : first + s.split], query, s.columns, "e4m3", separate=True)
+            parts = m.product(steps[first : first + GROUPS_AT_ONCE], query, s.columns, "e4m3", separate=True)
             if between and not first:
                 between()
             parts = m.products_done(parts, 0)
-            for i in range(s.split):
+            for i in range(GROUPS_AT_ONCE):
                 scales = [scale_e4m3(m, word, first + i) for word in (low_scale, high_scale)]
                 part = parts[i * s.columns // 2 : (i + 1) * s.columns // 2]
                 factors = [scales[h] for _ in range(s.columns // 8) for h in (0, 0, 1, 1)]

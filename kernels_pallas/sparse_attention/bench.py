@@ -7,31 +7,25 @@ out once per program, as the layers of a model share it; "plan" is its time. No 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import di_jax
 from di_jax.model.cache import CacheLayout
 from di_jax.model.config import ModelConfig
 from di_jax.model.quantization import CacheFormats
 from di_jax.model.rope import rotation
 from di_jax.model.rows import Rows, make_rows
-from kernels_pallas.hopper import KERNEL, UnsupportedShape
+from kernels_pallas.benchmark import RELEASED, main, measured, seconds
+from kernels_pallas.hopper import KERNEL
 from kernels_pallas.sparse_attention import api
 from kernels_pallas.sparse_attention.mosaic_gpu_sm90 import plan
 
-RELEASED = Path(di_jax.__file__).parent / "model" / "released" / "deepseek-v4.1-flash.json"
-PEAK_BYTES, PEAK_FLOPS = 4.3e12, 760e12  # of an H200, measured: copies, and bf16 matrix products
 BLOCKS, CONTEXT, SELECTIONS = 4096, 131_072, 2
 
 
@@ -55,10 +49,6 @@ class Workload:
         """Of records (in prefill those of windows overlap), queries and results."""
         windows = self.rows * 128 if self.decode else self.rows + 127
         return 528 * windows + 288 * self.entries * self.rows + 2 * 64 * 512 * 2 * self.rows
-
-    @property
-    def floor(self) -> float:
-        return max(self.bytes / PEAK_BYTES, self.flops / PEAK_FLOPS)
 
 
 WORKLOADS = (
@@ -104,17 +94,6 @@ def inputs(work: Workload) -> tuple[CacheLayout, Rows, dict[str, Any]]:
     return layout, rows, jax.block_until_ready(arrays)
 
 
-def seconds(many: Callable[..., Any], arrays: Any, calls: int) -> float:
-    """Median time of one of the calls that many(arrays) makes."""
-    jax.block_until_ready(many(arrays))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(many(arrays))
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times)
-
-
 def measure(work: Workload) -> dict[str, Any]:
     layout, rows, arrays = inputs(work)
     source = max(i for i, ratio in enumerate(layout.config.kv_source_ratios) if ratio == 1)
@@ -137,7 +116,11 @@ def measure(work: Workload) -> dict[str, Any]:
 
         return run
 
-    row: dict[str, Any] = {"workload": work.name, "floor_us": work.floor * 1e6}
+    def timed(name: str, calls: int) -> float:
+        return seconds(many(name, calls), (arrays,), calls)
+
+    each = {KERNEL: work.calls, "reference": max(SELECTIONS, work.reference_calls)}
+    row = measured(work, {name: partial(timed, name, calls) for name, calls in each.items()})
     if work.entries:
 
         @jax.jit
@@ -149,43 +132,9 @@ def measure(work: Workload) -> dict[str, Any]:
 
             return lax.fori_loop(0, 20, body, jnp.int32(0))
 
-        row["plan_us"] = seconds(plans, arrays, 20) * 1e6
-    for name, calls in ((KERNEL, work.calls), ("reference", max(SELECTIONS, work.reference_calls))):
-        try:
-            taken = seconds(many(name, calls), arrays, calls)
-        except UnsupportedShape as error:
-            row[name] = str(error)
-            continue
-        row[name] = {
-            "us": taken * 1e6,
-            "gb_per_s": work.bytes / taken / 1e9,
-            "tflop_per_s": work.flops / taken / 1e12,
-            "roofline": work.floor / taken,
-        }
+        row["plan_us"] = seconds(plans, (arrays,), 20) * 1e6
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
-    options = parser.parse_args()
-    for work in WORKLOADS:
-        if options.only not in work.name:
-            continue
-        row = measure(work)
-        if options.json:
-            print(json.dumps({"device": jax.devices()[0].device_kind, **row}), flush=True)
-            continue
-        print(f"{work.name}: floor {row['floor_us']:.0f} us, plan {row.get('plan_us', 0):.0f} us")
-        for name in (KERNEL, "reference"):
-            m = row[name]
-            text = m if isinstance(m, str) else (
-                f"{m['us']:9.1f} us  {m['gb_per_s']:7.0f} GB/s  {m['tflop_per_s']:6.1f} TFLOP/s  "
-                f"{m['roofline']:6.1%} of the roofline"
-            )  # fmt: skip
-            print(f"  {name:16s} {text}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, WORKLOADS, measure)

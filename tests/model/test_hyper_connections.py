@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hyper_connections_oracle import oracle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,24 +28,6 @@ def case(seed: int = 0) -> dict[str, np.ndarray]:
         "base": generator.normal(size=(2 + HC) * HC).astype(np.float32),
         "scale": generator.normal(size=3).astype(np.float32),
     }
-
-
-def oracle(
-    streams: np.ndarray, fn: np.ndarray, base: np.ndarray, scale: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """pre, post and comb in float64."""
-    flat = streams.reshape(len(streams), -1).astype(np.float64)
-    z = flat @ fn.T.astype(np.float64) / np.sqrt((flat**2).mean(axis=-1, keepdims=True) + 1e-20)
-    pre = 1 / (1 + np.exp(-(z[:, :HC] * scale[0] + base[:HC]))) + 1e-6
-    post = 2 / (1 + np.exp(-(z[:, HC : 2 * HC] * scale[1] + base[HC : 2 * HC])))
-    m = (z[:, 2 * HC :] * scale[2] + base[2 * HC :]).reshape(-1, HC, HC)
-    m = np.exp(m - m.max(axis=-1, keepdims=True))
-    m = m / m.sum(axis=-1, keepdims=True) + 1e-6
-    m = m / (m.sum(axis=1, keepdims=True) + 1e-6)
-    for _ in range(19):
-        m = m / (m.sum(axis=2, keepdims=True) + 1e-6)
-        m = m / (m.sum(axis=1, keepdims=True) + 1e-6)
-    return pre, post, m
 
 
 def test_sinkhorn_vector() -> None:

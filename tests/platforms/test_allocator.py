@@ -17,6 +17,7 @@ from di_jax.platforms.allocator import choose_allocator, client_options, total_m
 from di_jax.platforms.devices import MemoryRoom, memory_room
 
 OPTIONS = "jax_pjrt_client_create_options"
+DRAFTS = {"speculative.enabled": True}
 
 
 @pytest.fixture
@@ -40,8 +41,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "before", "expected"),
     [
-        ({}, None, {"allocator": "vmm"}),
-        ({"platform.name": "gpu"}, "memory_fraction:0.5;a:b", {"memory_fraction": "0.5", "a": "b", "allocator": "vmm"}),
+        (DRAFTS, None, {"allocator": "vmm"}),
+        ({"platform.allocator": "vmm"}, None, {"allocator": "vmm"}),
+        (
+            {**DRAFTS, "platform.name": "gpu"},
+            "memory_fraction:0.5;a:b",
+            {"memory_fraction": "0.5", "a": "b", "allocator": "vmm"},
+        ),
         ({"platform.allocator": "bfc"}, {"a": 1}, {"a": 1, "allocator": "bfc"}),
     ],
 )
@@ -55,10 +61,17 @@ def test_what_jax_was_told_stays_unless_the_config_names_one(
     told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
-    choose_allocator(Config())
+    choose_allocator(Config().with_values(DRAFTS))
     assert told[OPTIONS] is None
     choose_allocator(Config().with_values({"platform.allocator": "vmm"}))
     assert told[OPTIONS] == {"allocator": "vmm"}
+
+
+def test_steps_of_one_program_need_no_other(told: dict[str, Any]) -> None:
+    """Without drafts, and where each request ends with its first token."""
+    choose_allocator(Config())
+    choose_allocator(Config().with_values({**DRAFTS, "engine.type": "prompt"}))
+    assert told[OPTIONS] is None
 
 
 @pytest.mark.parametrize("given", [{"platform.name": "cpu"}, {"mesh.simulate_devices": 8}, {}])
@@ -67,7 +80,7 @@ def test_other_devices_have_none_to_choose(
 ) -> None:
     if not given:  # the plugin is what is missing
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    choose_allocator(Config().with_values(given))
+    choose_allocator(Config().with_values({**given, **DRAFTS}))
     assert told[OPTIONS] is None
     with pytest.raises(ConfigError, match=r"platform\.allocator: vmm is for NVIDIA devices"):
         choose_allocator(Config().with_values({**given, "platform.allocator": "vmm"}))

@@ -8,6 +8,7 @@ import pytest
 
 from di_jax.config import Config, PlatformGroup
 from di_jax.errors import ConfigError
+from di_jax.platforms import compiler
 from di_jax.platforms.compiler import NVIDIA, XLA_DEFAULTS, Compiler
 
 
@@ -29,6 +30,12 @@ def test_graphs_hold_loops_on_nvidia_alone() -> None:
     assert "WHILE" in chosen("auto")["xla_gpu_enable_command_buffer"]
     assert "COLLECTIVES" not in chosen("auto")["xla_gpu_enable_command_buffer"]
     assert chosen("auto", CPU) == chosen("auto", TPU) == {}
+
+
+def test_temporaries_that_stay_are_not_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "client_options", lambda: {"allocator": "vmm"})
+    assert chosen("auto") == {**NVIDIA, "xla_gpu_command_buffer_update_mode": "SKIP_TEMP"}
+    assert chosen("auto", CPU) == {} == chosen(None)
 
 
 def test_null_leaves_xla_its_own() -> None:

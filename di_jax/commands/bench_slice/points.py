@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +24,7 @@ from di_jax.model.cache import CacheLayout
 DECODE, PREFILL = "decode", "prefill"
 
 
-class Point:
+class Point(abc.ABC):
     """One row of the results: a step of one size, abstract until `begin`."""
 
     phase = ""
@@ -41,8 +42,9 @@ class Point:
         """In the order in which a step runs them."""
         return {name: Program(name, trace, self.rank.compiler) for name, trace in self._traces().items()}
 
+    @abc.abstractmethod
     def _traces(self) -> Mapping[str, Callable[[], Any]]:
-        raise NotImplementedError
+        """What traces each program."""
 
     def _trace_step(self) -> Any:
         rank = self.rank
@@ -54,9 +56,9 @@ class Point:
         return [program.traced for program in self.programs.values()]
 
     @property
+    @abc.abstractmethod
     def start(self) -> int:
         """Tokens in the caches of a sequence before the first step."""
-        raise NotImplementedError
 
     @property
     def state_bytes(self) -> int:
@@ -76,17 +78,17 @@ class Point:
             leaf.delete()
         self.state = self.weights = None
 
+    @abc.abstractmethod
     def launch(self, program: str) -> jax.Array:
         """Runs a program of the step; a result of it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fault(self) -> str | None:
         """What was wrong with the step launched last; None when it did what is measured."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def load(self) -> np.ndarray:
         """Of the step launched last, int32 [L, slots]: rows that the rank sent to each expert slot of all ranks."""
-        raise NotImplementedError
 
     def step(self) -> jax.Array:
         """Launches a whole step and returns at once; a result of its last program."""

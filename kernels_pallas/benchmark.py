@@ -1,0 +1,94 @@
+"""What the `bench.py` of the operations share: ceilings, timing, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+import di_jax
+from kernels_pallas.hopper import KERNEL, UnsupportedShape
+
+RELEASED = Path(di_jax.__file__).parent / "model" / "released" / "deepseek-v4.1-flash.json"
+# Of an H200, the most that programs reach there: bytes copied, operations of bf16 and e4m3 products, each per second.
+H200_BYTES, H200_FLOPS, H200_FP8_FLOPS = 4.3e12, 760e12, 1469e12
+TIMES = 5
+
+
+class Workload(Protocol):
+    """bytes, flops: that one call needs, whatever runs it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def flops(self) -> int: ...
+
+
+def floor(work: Workload) -> float:
+    """Seconds: bytes or operations, whichever takes longer."""
+    return max(work.bytes / H200_BYTES, work.flops / H200_FLOPS)
+
+
+def seconds(run: Callable[..., Any], arrays: Sequence[Any], calls: int) -> float:
+    """Median time of one of the calls that run(*arrays) makes, compilation left out."""
+    jax.block_until_ready(run(*arrays))
+    times = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*arrays))
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def measured(work: Workload, timed: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
+    """A row of results. timed: seconds of a call, by implementation; one that cannot run says why."""
+    row: dict[str, Any] = {"workload": work.name, "floor_us": floor(work) * 1e6}
+    for name, take in timed.items():
+        try:
+            taken = take()
+        except UnsupportedShape as error:
+            row[name] = str(error)
+            continue
+        row[name] = {
+            "us": taken * 1e6,
+            "gb_per_s": work.bytes / taken / 1e9,
+            "tflop_per_s": work.flops / taken / 1e12,
+            "roofline": floor(work) / taken,
+        }
+    return row
+
+
+def main[W: Workload](description: str | None, workloads: Sequence[W], measure: Callable[[W], dict[str, Any]]) -> None:
+    """Prints the rows of `workloads` as they are measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--only", default="", help="workloads whose name contains this")
+    options = parser.parse_args()
+    for work in workloads:
+        if options.only not in work.name:
+            continue
+        row = measure(work)
+        if options.json:
+            print(json.dumps({"device": jax.devices()[0].device_kind, **row}), flush=True)
+            continue
+        beside = f", plan {row['plan_us']:.0f} us" if "plan_us" in row else ""
+        print(f"{work.name}: floor {row['floor_us']:.0f} us{beside}")
+        for name in (KERNEL, "reference"):
+            print(f"  {name:16s} {_words(row[name])}", flush=True)
+
+
+def _words(found: str | dict[str, float]) -> str:
+    if isinstance(found, str):
+        return found
+    rates = f"{found['gb_per_s']:7.0f} GB/s  {found['tflop_per_s']:6.1f} TFLOP/s"
+    return f"{found['us']:9.1f} us  {rates}  {found['roofline']:6.1%} of the roofline"
