@@ -44,6 +44,7 @@ from di_jax.engine.metrics import StepReport
 from di_jax.engine.sequence import Request
 from di_jax.engine.setup import EngineParts, build_engine_parts
 from di_jax.engine.step_policy import DECODE, PREFILL
+from di_jax.platforms.devices import configure_jax
 from di_jax.prompts import PromptEncoder
 from di_jax.sampling_params import SamplingParams
 from scripts.train_demo.words import NAMES, PETS
@@ -373,6 +374,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     concurrency, answer = sorted(args.concurrency), (args.answer[0], args.answer[1])
     configs = {mode: settings(args.checkpoint, concurrency, mode, args.set) for mode in MODES}
+    # One client serves all three: with the allocator of the engines that draft.
+    configure_jax(configs[VARLEN])
     device = jax.devices()[0].device_kind
     output: Path = args.output or RESULTS / f"speculation-{device_slug(device)}.json"
     before = kept(output, concurrency)

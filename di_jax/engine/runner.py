@@ -32,7 +32,7 @@ from di_jax.model.rows import Rows, make_rows
 from di_jax.model.transformer import Transformer
 from di_jax.parallel.expert_moves import MovePlan
 from di_jax.parallel.expert_weights import move_program
-from di_jax.parallel.mesh import DeviceMesh
+from di_jax.parallel.mesh import DeviceMesh, rows_of_ranks
 from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 logger = logging.getLogger(__name__)
@@ -240,17 +240,17 @@ class ModelRunner:
     def _launch(self, plans: Sequence[StepPlan], outputs: str) -> Any:
         if len(plans) != len(self.local_ranks) or len({plan.bucket for plan in plans}) != 1:
             raise ValueError(f"{len(plans)} step plans for {len(self.local_ranks)} ranks, or of different buckets")
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
-            raise RuntimeError("the weights were lost when moving experts failed: start the engine again")
         executable = self.compiled(plans[0].bucket, outputs)
         local = np.stack([plan.buffer for plan in plans])
-        buffer = jax.make_array_from_process_local_data(self._buffers, local, (self.plan.world, local.shape[1]))
+        buffer = rows_of_ranks(self._buffers, local)
         try:
             weights = (self.params,) if plans[0].bucket.bare else self._weights
             output, self.state = executable(weights, self.state, buffer)
-        except BaseException:
+        except BaseException as error:
             # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost.
             self.repair()
+            if isinstance(error, Exception) and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+                raise RuntimeError("the weights were lost when moving experts failed: start the engine again") from None
             raise
         return output
 

@@ -28,7 +28,7 @@ from di_jax.engine.extra_sampling import COLUMNS, FLOATS, NO_ID, WORD_LENGTH, WO
 from di_jax.engine.sampler import RowSampling, draw, endings, logprob_of, process, rank_of, top_logprobs
 from di_jax.model.cache import CacheLayout
 from di_jax.model.transformer import head_logits
-from di_jax.parallel.mesh import DeviceMesh
+from di_jax.parallel.mesh import DeviceMesh, rows_of_ranks
 from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 TOP = 20  # likeliest ids told at most
@@ -111,8 +111,8 @@ class SamplingPrograms:
     def begin(self, slots: Sequence[int], states: Sequence[SlotState | None]) -> None:
         """Writes what a slot of each rank starts from; NO_SLOT and None for ranks where none begins."""
         local = [jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._slot) if s is None else s for s in states]
-        slot = self._place(np.array(slots, np.int32))
-        given = jax.tree.map(lambda *leaves: self._place(np.stack(leaves)), *local)
+        slot = rows_of_ranks(self._ranks, np.array(slots, np.int32))
+        given = jax.tree.map(lambda *leaves: rows_of_ranks(self._ranks, np.stack(leaves)), *local)
         self.state = self.compiled("begin")(self.state, slot, given)
 
     def sample(
@@ -130,7 +130,7 @@ class SamplingPrograms:
         are not drawn here do not look at theirs. last_token is donated. Returns at once.
         """
         executable = self.compiled("sample", hidden.shape[1], hidden.dtype, allowed is not None)
-        given = [self._place(np.stack(own)) for own in (rows, allowed) if own is not None]
+        given = [rows_of_ranks(self._ranks, np.stack(own)) for own in (rows, allowed) if own is not None]
         *results, last_token, self.state = executable(self.head, last_token, self.state, hidden, token, logprob, *given)
         token, logprob, top = results
         return token, logprob, top, last_token
@@ -145,9 +145,6 @@ class SamplingPrograms:
         for leaf in jax.tree.leaves(self.state):
             leaf.delete()
         self.state = self._allocate()
-
-    def _place(self, local: np.ndarray) -> Array:
-        return jax.make_array_from_process_local_data(self._ranks, local, (self.plan.world, *local.shape[1:]))
 
     def _over_ranks(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((self.plan.world * shape[0], *shape[1:]), dtype, sharding=self._ranks)

@@ -55,24 +55,25 @@ Rounds = dict[int, Began]  # by rank
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """What the ranks of this process, or all together, expect of a step: tokens, in FRACTIONS, of `requests`; of how
-    many of these earlier drafts are known, and of how many the draft will have the context; and the most sequences of
-    one rank that take part."""
+    """What the ranks of this process, or all together, expect of a step: tokens, in FRACTIONS, of `requests`, and the
+    tokens if every draft were verified of typical blocks; of how many of these earlier drafts are known, and of how
+    many the draft will have the context; and the most sequences of one rank that take part."""
 
     tokens: int = 0
+    typical: int = 0
     requests: int = 0
     known: int = 0
     with_context: int = 0
     drafters: int = 0
 
     def numbers(self) -> list[int]:
-        return [self.tokens, self.requests, self.known, self.with_context, self.drafters]
+        return [self.tokens, self.typical, self.requests, self.known, self.with_context, self.drafters]
 
     @classmethod
     def of_all(cls, numbers: np.ndarray) -> Outlook:
-        """From `numbers` of every process, int [processes, 5]."""
-        tokens, requests, known, with_context = numbers[:, :4].sum(axis=0).tolist()
-        return cls(tokens, requests, known, with_context, int(numbers[:, 4].max()))
+        """From `numbers` of every process, int [processes, 6]."""
+        tokens, typical, requests, known, with_context = numbers[:, :-1].sum(axis=0).tolist()
+        return cls(tokens, typical, requests, known, with_context, int(numbers[:, -1].max()))
 
 
 class Speculation:
@@ -94,16 +95,25 @@ class Speculation:
         self.forward = ForwardRuntimeEstimator(rows, {} if profile is None else profile.forward)
         self.sampling = SamplerRuntimeEstimator(None if profile is None else profile.sampling)
         self.drafting = SamplerRuntimeEstimator(None if profile is None else profile.drafting)
-        self._at_start = ForwardRuntimeEstimator(rows, self.forward.profile)  # learns nothing: alike in all processes
+        self._at_start: dict[int, StepTimes] = {}  # by sequences of a step
         self.switch = DraftSwitch()
         self.typical, self.promises = TypicalBlock(ladder.drafts), Promises()
         self._waits = False  # to draft until the sequences have their context
+        self._idle = False  # in a pause so long that steps are no rounds
 
     # -- planning
 
     def plan(self, batch: DecodeBatch) -> DecodeBatch:
         """The batch with the rows that each rank would verify."""
         bare = self.switch.pause >= self.window
+        if bare and all(part.is_plain for part in batch.parts):
+            # Nothing happens that the books are about, and they cost host time (0.3 ms a step on two busy cores).
+            self._idle = True
+            return dataclasses.replace(batch, bare=True)
+        if self._idle:
+            self._idle = False
+            for ledger in self.ledgers.values():
+                ledger.forget()
         return dataclasses.replace(batch, parts=[self._part(part) for part in batch.parts], bare=bare)
 
     def _part(self, part: DecodePart) -> DecodePart:
@@ -112,11 +122,21 @@ class Speculation:
         if not look:  # nothing to verify, as in a pause: no time for a choice
             return dataclasses.replace(part, round=now, rows=self.ladder.verify_rows(requests)[0])
         now = now._replace(survival=self.typical.fill(now) * self.promises.ratio)
-        rows = choose_rows(now.survival, part.caps, self._times(self.forward, requests))
+        rows = choose_rows(now.survival, part.caps, self._times(requests))
         return dataclasses.replace(part, round=now, rows=rows)
 
-    def _times(self, forward: ForwardRuntimeEstimator, requests: int) -> StepTimes:
+    def _times(self, requests: int) -> StepTimes:
         """Of steps of so many sequences, by their rows. Where there is no choice, nothing is known."""
+        return self._among(self.forward, requests)
+
+    def _times_at_start(self, requests: int) -> StepTimes:
+        """The same by the profile alone, alike in all processes."""
+        if requests not in self._at_start:
+            rows = self.forward.buckets
+            self._at_start[requests] = self._among(ForwardRuntimeEstimator(rows, self.forward.profile), requests)
+        return self._at_start[requests]
+
+    def _among(self, forward: ForwardRuntimeEstimator, requests: int) -> StepTimes:
         rows = np.array(self.ladder.verify_rows(requests), np.int64)
         every = forward.times(self.sampling.seconds(requests) + self.drafting.seconds(requests))
         seconds = None if every.seconds is None else every.seconds[np.searchsorted(every.rows, rows)]
@@ -128,9 +148,8 @@ class Speculation:
             return Outlook(drafters=max(map(len, self._sampled(batch).values()), default=0))
         tokens, requests, known, with_context = 0.0, 0, 0, 0
         for part in batch.parts:
-            assert part.round is not None
             requests += len(part.slots)
-            if part.caps.any():
+            if part.round is not None and part.caps.any():
                 drafts = fill(part.rows, part.caps)
                 tokens += expected_tokens(part.round.survival, part.caps, drafts)
                 known += int(part.round.known[0].sum())
@@ -139,7 +158,8 @@ class Speculation:
             if not batch.bare:
                 with_context += int(part.table.has_context(part.slots, self.window, part.position + 1).sum())
         drafters = max((len(part.slots) for part in batch.parts), default=0)
-        return Outlook(round(tokens * FRACTIONS), requests, known, with_context, drafters)
+        typical = requests * (1 + self.typical.accepted(self.promises))
+        return Outlook(round(tokens * FRACTIONS), round(typical * FRACTIONS), requests, known, with_context, drafters)
 
     def drafts(self, outlook: Outlook, bucket: Bucket) -> bool:
         """Whether the step that is about to be launched drafts. outlook: of all processes. Once for every step."""
@@ -148,15 +168,24 @@ class Speculation:
         if not bucket.decode:
             return not (self.switch.pause or self._waits)
         ready = outlook.with_context >= ENOUGH_CONTEXT * outlook.requests
-        gain = None
+        size = self.ladder.decode_rung(outlook.drafters)
+        plain, gain = self.profile.plain[size], None
+        context = self.window * max(0.0, self.profile.context[size] / plain - 1)
         if ready and 2 * outlook.known >= outlook.requests and bucket.drafts:
-            seconds = self._times(self._at_start, bucket.requests).at(bucket.rows)
+            seconds = self._times_at_start(size).at(bucket.rows)
             assert seconds is not None
-            plain = self.profile.plain[bucket.requests]
             gain = drafting_gain(outlook.tokens / FRACTIONS, seconds, outlook.requests, plain)
-        wanted = self.switch.next(outlook.requests, gain)
+        wanted = self.switch.next(outlook.requests, gain, lambda: self._most(outlook, size, plain), context)
         self._waits = wanted and not ready
         return wanted and ready
+
+    def _most(self, outlook: Outlook, size: int, plain: float) -> float:
+        """What drafting gains at most in steps of this size: with typical blocks, and as many rows as do best, of
+        which each emits a token."""
+        times = self._times_at_start(size)
+        assert times.seconds is not None
+        tokens = np.minimum(outlook.typical / FRACTIONS, times.rows * (outlook.requests / outlook.drafters))
+        return float(np.max(tokens / times.seconds)) * plain / outlook.requests
 
     # -- drafting
 

@@ -38,7 +38,7 @@ from di_jax.engine.speculative_steps import (
 from di_jax.engine.step_output import DraftOutput
 from di_jax.engine.step_plan import Bucket
 from di_jax.model.cache import CacheLayout, EngineState
-from di_jax.parallel.mesh import DeviceMesh
+from di_jax.parallel.mesh import DeviceMesh, rows_of_ranks
 from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 __all__ = ["DRAFT_COLUMNS", "DraftSettings", "SpeculativePrograms", "Verification"]
@@ -106,10 +106,8 @@ class SpeculativePrograms:
         placed = self._place(rows)
         return self._draft(params, placed.shape[-1])(params, state, placed)
 
-    def _place(self, local: Sequence[np.ndarray]) -> Array:
-        """Rows of this process's ranks as an array over the mesh."""
-        whole = np.stack(local)
-        return jax.make_array_from_process_local_data(self._ranks, whole, (self.plan.world, *whole.shape[1:]))
+    def _place(self, local: Sequence[np.ndarray]) -> Array | np.ndarray:
+        return rows_of_ranks(self._ranks, np.stack(local))
 
     def _over_ranks(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((self.plan.world, *shape), dtype, sharding=self._ranks)

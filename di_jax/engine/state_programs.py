@@ -24,7 +24,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from di_jax.model.cache import CacheLayout, EngineState
-from di_jax.parallel.mesh import DeviceMesh
+from di_jax.parallel.mesh import DeviceMesh, rows_of_ranks
 from di_jax.platforms.compiler import XLA_DEFAULTS, Compiler
 
 PAIRS = 8  # block copies and slot copies of one launch
@@ -115,7 +115,7 @@ class StatePrograms:
         if need > launches:
             raise ValueError(f"{launches} launches for copies that need {need}")
         for launch in range(launches):
-            pairs = self._place(np.stack([own.packed(launch) for own in copies]))
+            pairs = rows_of_ranks(self._ranks, np.stack([own.packed(launch) for own in copies]))
             staged = self.compiled("take")(state, pairs)
             state = self.compiled("put")(state, staged, pairs)
         return state
@@ -123,7 +123,7 @@ class StatePrograms:
     def snapshot(self, state: EngineState, slots: Sequence[int], layers: int) -> Snapshot:
         """Window rings of the first `layers` layers of a slot of each rank, or of none (`NOTHING`). Returns at once."""
         self._check_slots(slots)
-        rings = self.compiled("snapshot", layers)(state, self._place(np.array(slots, np.int32)))
+        rings = self.compiled("snapshot", layers)(state, rows_of_ranks(self._ranks, np.array(slots, np.int32)))
         shards = sorted(rings.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         own = [None if slot == NOTHING else shard.data for slot, shard in zip(slots, shards, strict=True)]
         for ring in own:
@@ -148,16 +148,12 @@ class StatePrograms:
                         f"window rings {ring.dtype}{list(ring.shape)} for caches of {window.dtype}{list(shape)}"
                     )
                 local[rank] = ring
-        place = self._place
+        place = partial(rows_of_ranks, self._ranks)
         return self.compiled("restore", layers)(state, place(np.array(slots, np.int32)), place(local))
 
     def _check_slots(self, slots: Sequence[int]) -> None:
         if not all(slot == NOTHING or 0 <= slot < self.layout.num_slots for slot in slots):
             raise ValueError(f"slots {list(slots)}: there are {self.layout.num_slots}, counted from 0")
-
-    def _place(self, local: np.ndarray) -> Array:
-        """Rows of this process's ranks as an array over the mesh."""
-        return jax.make_array_from_process_local_data(self._ranks, local, (self.plan.world, *local.shape[1:]))
 
     def _lower(self, name: str, layers: int) -> Any:
         rings = self.layout.abstract().window

@@ -5,6 +5,10 @@ A step is three programs, and its time is taken as the sum of three curves:
     seconds(R requests, T rows) = forward(T) + sampling(R) + drafting(R)
 
 Accepting takes longer the more rows it looks at: what it takes beyond a step that verifies nothing is in `forward`.
+
+To time a program of a step the host waits for it, which an engine that is one step ahead does not: on an H200 that
+makes 12.9 ms of a step of 7.7. So short steps are also timed as a chain, and the times of the programs are scaled to
+add up to a step of the chain.
 """
 
 from __future__ import annotations
@@ -36,7 +40,10 @@ from di_jax.engine.step_plan import (
 from di_jax.engine.verification import fill
 from di_jax.parallel import processes
 
-RUNS = 5  # of every shape, after one that does not count
+RUNS = 5  # of every shape, after WARM_UP that do not count: the first may compile, the last tells how long chains are
+WARM_UP = 2
+TIMES = 5  # verify, accept, draft, and the plain steps without and with context
+CHAIN_S, LONGEST_CHAIN = 0.06, 8  # seconds and steps of a chain
 FASTEST = 3  # of them count: what disturbs a run only makes it slower
 
 
@@ -48,6 +55,7 @@ class StepProfile:
     sampling: dict[int, float]  # by requests: accepting where nothing is verified
     drafting: dict[int, float]  # by requests
     plain: dict[int, float]  # by requests: the one program of a step without a draft, as in a long pause of drafting
+    context: dict[int, float]  # by requests: the same, that also leaves the draft its context
 
 
 def measure(
@@ -65,15 +73,35 @@ def measure(
         for requests in ladder.decode_rows
         for rows in ladder.verify_rows(requests)
     ]
-    turns = [bucket for _ in range(RUNS + 1) for bucket in shapes]
+    positions = ladder.context_blocks[0] * runner.layout.block_size
+
+    def slowest(own: np.ndarray) -> np.ndarray:
+        return processes.current().gather(own.reshape(-1), "the times of decode steps").max(axis=0).reshape(own.shape)
+
     try:
-        with tqdm(turns, desc="timing decode steps", unit="step", disable=None, file=sys.stderr) as bar:
-            times = np.array([_time(runner, bucket, clock) for bucket in bar], np.float64)
+        with tqdm(
+            total=(WARM_UP + RUNS) * len(shapes), desc="timing decode steps", unit="step", disable=None, file=sys.stderr
+        ) as bar:
+
+            def turn(steps: Sequence[int]) -> list[list[float]]:
+                found = []
+                for bucket, count in zip(shapes, steps, strict=True):
+                    found.append(_time(runner, bucket, count, clock))
+                    bar.update()
+                return found
+
+            for _ in range(WARM_UP):
+                known = slowest(np.array(turn([1] * len(shapes)), np.float64))
+            steps = [chain_steps(each, positions // (ladder.drafts + 1)) for each in known[:, :3].sum(axis=1)]
+            runs = np.array([turn(steps) for _ in range(RUNS)], np.float64)
     finally:
         runner.reset()
-    own = typical(times.reshape(RUNS + 1, len(shapes), 4)[1:])
-    everyones = processes.current().gather(own.reshape(-1), "the times of decode steps")
-    return profile_of(shapes, everyones.max(axis=0).reshape(own.shape))
+    return profile_of(shapes, slowest(typical(runs)))
+
+
+def chain_steps(seconds: float, room: int) -> int:
+    """Steps of a chain of steps that take so long; `room` of them are within the context, one of which comes before."""
+    return max(1, min(LONGEST_CHAIN, room - 1, int(CHAIN_S / max(seconds, 1e-9))))
 
 
 def typical(runs: np.ndarray) -> np.ndarray:
@@ -83,17 +111,21 @@ def typical(runs: np.ndarray) -> np.ndarray:
 
 
 def profile_of(shapes: Sequence[Bucket], seconds: np.ndarray) -> StepProfile:
-    """From the times float64 [shapes, 4] of verify, accept, draft and the plain step of each shape.
+    """From the TIMES float64 [shapes, 5] of each shape.
 
     Shapes of as many rows share the longest of their times; drafting does not depend on the rows, and the mean counts.
     """
     forward: dict[int, float] = {}
     sampling: dict[int, float] = {}
     plain: dict[int, float] = {}
+    context: dict[int, float] = {}
     drafting: dict[int, list[float]] = {}
-    for bucket, (_, accept, draft, alone) in sorted(zip(shapes, seconds.tolist()), key=lambda x: x[0].rows):
+    for bucket, (_, accept, draft, bare, with_context) in sorted(
+        zip(shapes, seconds.tolist()), key=lambda x: x[0].rows
+    ):
         sampling.setdefault(bucket.requests, accept)
-        plain.setdefault(bucket.requests, alone)
+        plain.setdefault(bucket.requests, bare)
+        context.setdefault(bucket.requests, with_context)
         drafting.setdefault(bucket.requests, []).append(draft)
     for bucket, (verify, accept, *_) in zip(shapes, seconds.tolist(), strict=True):
         whole = verify + max(0.0, accept - sampling[bucket.requests])
@@ -103,12 +135,14 @@ def profile_of(shapes: Sequence[Bucket], seconds: np.ndarray) -> StepProfile:
         dict(sorted(sampling.items())),
         {requests: sum(each) / len(each) for requests, each in sorted(drafting.items())},
         dict(sorted(plain.items())),
+        dict(sorted(context.items())),
     )
 
 
-def _time(runner: ModelRunner, bucket: Bucket, clock: Callable[[], float]) -> list[float]:
-    """Seconds of verify, accept and draft of one step, which begins with drafts, so that there is what to verify; and
-    of the plain step of as many requests, with the shape of fewest rows."""
+def _time(runner: ModelRunner, bucket: Bucket, steps: int, clock: Callable[[], float]) -> list[float]:
+    """TIMES in seconds, scaled to a chain of `steps` steps if these are several: of one step, which begins with drafts,
+    so that there is what to verify; and of the plain steps of as many requests, with the shape of fewest rows.
+    """
     runner.reset()  # lengths begin at 0: no shape gets to the end of its context
     ranks, layout = len(runner.local_ranks), runner.layout
     requests = min(bucket.requests, layout.num_slots)
@@ -125,22 +159,32 @@ def _time(runner: ModelRunner, bucket: Bucket, clock: Callable[[], float]) -> li
     verification = runner.verify(plans)
     verified = done(verification)
     accepted = done(runner.accept(verification))
-    plain = 0.0
+    times = [verified - drafted, accepted - verified, drafted - began, 0.0, 0.0]
+    if steps > 1:
+        start = clock()
+        for _ in range(steps):
+            runner.draft(rows)
+            output = runner.accept(runner.verify(plans))
+        chained = (done(output) - start) / steps
+        times = [each * chained / (accepted - began) for each in times]
     if bucket.rows == bucket.requests:
-        alone = [_plain_plan(bucket, requests, layout.num_blocks)] * ranks
-        began_plain = clock()
-        plain = done(runner.execute(alone)) - began_plain
-    return [verified - drafted, accepted - verified, drafted - began, plain]
+        for at, bare in ((3, True), (4, False)):
+            alone = [_plain_plan(bucket, requests, layout.num_blocks, bare)] * ranks
+            start = clock()
+            for _ in range(steps):
+                answer = runner.execute(alone)
+            times[at] = (done(answer) - start) / steps
+    return times
 
 
-def _plain_plan(bucket: Bucket, requests: int, num_blocks: int) -> StepPlan:
+def _plain_plan(bucket: Bucket, requests: int, num_blocks: int, bare: bool) -> StepPlan:
     """The plain step of the sequences of `_plan`."""
     width = bucket.context_blocks
     chunks = [
         Chunk((DEVICE_TOKEN,), DEVICE_LENGTH, slot, [(slot * width + n) % num_blocks for n in range(width)])
         for slot in range(requests)
     ]
-    return build_plan(Bucket(True, bucket.requests, width, history=bucket.history, bare=True), chunks)
+    return build_plan(Bucket(True, bucket.requests, width, history=bucket.history, bare=bare), chunks)
 
 
 def _plan(bucket: Bucket, requests: int, num_blocks: int, block_size: int) -> StepPlan:

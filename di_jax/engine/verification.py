@@ -12,7 +12,9 @@ rank's K is what fills them (`fill`). Whatever is done with sizes alone keeps th
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ MARGIN = 0.01
 # Older blocks that a budget looks at, in all and of each request at most. One block of a request says little of its
 # next: with one of each, two requests that happened to draft badly lost more than they saved.
 ENOUGH_BLOCKS = 256
+# Known blocks that tell what a batch of another size may expect.
+TELLING_BLOCKS = 64
 # Drafts that should have survived, of the newest, of which the share is taken that did.
 PROMISED = 512
 HISTORY = 16
@@ -89,15 +93,22 @@ def fill(rows: int, caps: np.ndarray) -> int:
 
 def expected_tokens(survival: np.ndarray, caps: np.ndarray, drafts: int) -> float:
     """Tokens that a step is expected to emit when it verifies `drafts` drafts; arguments as `choose_rows` has them."""
+    if drafts == int(np.sum(caps)):  # all: no need to know which are best
+        return len(caps) + float(_allowed(survival, caps).sum()) / len(survival)
     return float(_tokens(survival, caps)[drafts])
 
 
 def _tokens(survival: np.ndarray, caps: np.ndarray) -> np.ndarray:
     """Expected tokens float64 [sum of caps + 1] by the number of drafts verified, best first."""
-    chances = np.asarray(survival, np.float64)
-    allowed = chances[:, np.arange(chances.shape[2]) < np.asarray(caps)[:, None]]
-    best = np.sort(allowed, axis=1)[:, ::-1].mean(axis=0)
+    best = np.sort(_allowed(survival, caps), axis=1)[:, ::-1].mean(axis=0)
     return len(caps) + np.concatenate([[0.0], np.cumsum(best)])
+
+
+def _allowed(survival: np.ndarray, caps: np.ndarray) -> np.ndarray:
+    """Survivals float64 [B, sum of caps] of the drafts within their caps."""
+    chances = np.asarray(survival, np.float64)
+    found: np.ndarray = chances[:, np.arange(chances.shape[2]) < np.asarray(caps)[:, None]]
+    return found
 
 
 class Round(NamedTuple):
@@ -133,6 +144,10 @@ class RateLedger:
         self.scheduled[slots] = self.processed[slots] = 0
         self._rounds[slots] = np.nan
         self._owner[slots] += 1
+
+    def forget(self) -> None:
+        """What is known is too old to tell of the rounds that follow."""
+        self._rounds[:] = np.nan
 
     def schedule(self, slots: np.ndarray, look: bool = True) -> Round:
         """Begins a round of the requests in `slots`, int [n], no two equal.
@@ -230,6 +245,12 @@ class TypicalBlock:
         self.survival = np.ones(num_drafts, np.float32)
         self._blocks = 0  # that it is the mean of
 
+    def accepted(self, promises: Promises) -> float:
+        """Drafts of a block that are accepted; all while too few blocks are known to tell."""
+        if self._blocks < TELLING_BLOCKS:
+            return float(len(self.survival))
+        return float(self.survival.sum() * promises.ratio)
+
     def fill(self, begun: Round) -> np.ndarray:
         """`begun.survival` with the blocks that are not known, float32 [B, n, k]; once for every round."""
         newest = begun.survival[0][begun.known[0]]
@@ -245,12 +266,15 @@ class TypicalBlock:
 
 
 # Steps whose mean says whether drafting pays: one bad block is chance. Fewer tell of a batch with more blocks each.
-JUDGED_STEPS, LEAST_JUDGED = 8, 2
+# Once it was seen to pay, the mean is over so many times as many: one request whose text is hard to guess now and then
+# lost 12% by pauses after eight bad steps (H200, where drafting all the time gains a third).
+JUDGED_STEPS, LEAST_JUDGED, REMEMBERED = 16, 2, 4
 # Steps of a trial before there is a known block.
 UNKNOWN_STEPS = 2
-# What trials may cost a batch that never gains, as a share of its time; it sets the steps between two of them, within
-# bounds.
-TRIAL_SHARE = 0.005
+# What trials may cost a batch that never gains, as a share of its time, by the estimates; it sets the steps between two
+# of them, within bounds. They were seen to cost three times as much (64 requests on two cores: 9 plain steps, and 2.8
+# estimated): what a batch drafts first after a pause is verified by what others drafted.
+TRIAL_SHARE = 0.002
 LEAST_PAUSE, LONGEST_PAUSE = 32, 8192
 # Every trial in a row that fails doubles the pause, so often at most: gains are estimates, and were found too high.
 MOST_DOUBLINGS = 3
@@ -278,27 +302,37 @@ class DraftSwitch:
         """Decode steps of the batch as it is that do not draft from now on."""
         return self._last.pause
 
-    def next(self, requests: int, gain: float | None) -> bool:
+    def next(
+        self, requests: int, gain: float | None, most: Callable[[], float] = lambda: math.inf, context: float = 0.0
+    ) -> bool:
         """Whether the step that is planned now drafts; once for every decode step.
 
         gain: `drafting_gain` of this step; None while most of what its requests drafted is not known (`Round.known`),
-        as after a pause.
+        as after a pause. most: tells what it could be at most by what other batches drafted. Where that is no gain, a
+        batch of a size that was not judged yet has a pause without a trial: one that fills up from 1 request to 64
+        would else have seven, each cut short by the next and begun again when the next batch fills up (5 of 145 steps,
+        each five times as long as one without drafts: 12% of the tokens/s on two CPU cores). context: what the steps
+        before the end of a pause cost that leave the draft its context, in plain steps.
         """
         if not self._requests / OTHER_BATCH < requests < self._requests * OTHER_BATCH:
             self._requests, self._last = requests, self._sizes.setdefault(requests.bit_length(), _Verdict())
+            if not self._last.judged(requests) and (limit := most()) < 1:
+                self._last.pause = pause_steps(limit, judged_steps(requests) + UNKNOWN_STEPS, context)
         now = self._last
         if now.pause:
             now.pause -= 1
             return False
         if gain is not None:
             now.gains.append(gain)
-        if len(now.gains) < judged_steps(requests):
+        enough = judged_steps(requests)
+        if len(now.gains) < enough:
             return True
-        mean = sum(now.gains) / len(now.gains)
+        recent = list(now.gains)[-REMEMBERED * enough :]
+        mean = sum(recent) / len(recent)
         if mean >= 1:
             now.failures = 0
             return True
-        pause = pause_steps(mean, len(now.gains) + UNKNOWN_STEPS) << min(now.failures, MOST_DOUBLINGS)
+        pause = pause_steps(mean, enough + UNKNOWN_STEPS, context) << min(now.failures, MOST_DOUBLINGS)
         now.pause = min(pause, LONGEST_PAUSE) - 1
         now.failures += 1
         now.gains.clear()
@@ -310,8 +344,11 @@ class _Verdict:
     trials in a row that did not pay."""
 
     def __init__(self) -> None:
-        self.gains: deque[float] = deque(maxlen=JUDGED_STEPS)
+        self.gains: deque[float] = deque(maxlen=REMEMBERED * JUDGED_STEPS)
         self.pause = self.failures = 0
+
+    def judged(self, requests: int) -> bool:
+        return bool(self.pause or self.failures or len(self.gains) >= judged_steps(requests))
 
 
 def judged_steps(requests: int) -> int:
@@ -319,10 +356,11 @@ def judged_steps(requests: int) -> int:
     return min(JUDGED_STEPS, max(LEAST_JUDGED, -(-ENOUGH_BLOCKS // max(1, requests))))
 
 
-def pause_steps(gain: float, trial: int) -> int:
+def pause_steps(gain: float, trial: int, context: float = 0.0) -> int:
     """Steps without drafts after a trial of `trial` steps with this mean gain, below 1: each took 1 / gain as long as
-    without drafts for the same tokens, and what that cost is to be TRIAL_SHARE of the pause."""
-    lost = trial * (1 / max(gain, 1e-3) - 1)
+    without drafts for the same tokens. What that and the `context` of the next trial cost, in plain steps, is to be
+    TRIAL_SHARE of the pause."""
+    lost = trial * (1 / max(gain, 1e-3) - 1) + context
     return int(min(max(lost / TRIAL_SHARE, LEAST_PAUSE), LONGEST_PAUSE))
 
 

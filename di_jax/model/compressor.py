@@ -61,6 +61,9 @@ class Compressor(nnx.Module):
             pooled, row, entry, emits = compress_store.pool_groups(
                 pair, state.compressor[ordinal], rows, ratio, implementation=self.implementation
             )
+            # The ring is read before it is written: an order that XLA sees lets the store run in place (three copies
+            # of the ring a step on a CPU otherwise).
+            pooled, pair = lax.optimization_barrier((pooled, pair))
             latent = pooled.astype(self.numerics.dtype)
             ring = compress_store.store_pairs(state.compressor, ordinal, pair, rows, implementation=self.implementation)
             state = state.replace(compressor=ring)

@@ -45,6 +45,12 @@ def client_options() -> dict[str, Any]:
     return options or {}
 
 
+def keeps_temporaries(device: jax.Device) -> bool:
+    """Whether the allocator of this device is vmm, under which the temporaries of a program stay where they are. What
+    jax was told does not reach a client that is there already; that of bfc keeps account of its memory."""
+    return client_options().get("allocator") == VMM and "bytes_limit" not in (device.memory_stats() or {})
+
+
 def untold_memory(device: jax.Device) -> tuple[int, int] | None:
     """(limit, in use) in bytes of an NVIDIA device whose allocator keeps no account, as vmm; None where the driver does
     not answer. In use: by arrays that are alive."""

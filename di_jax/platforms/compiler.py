@@ -12,7 +12,7 @@ import jax
 
 from di_jax.config import PlatformGroup
 from di_jax.errors import ConfigError
-from di_jax.platforms.allocator import VMM, client_options
+from di_jax.platforms.allocator import keeps_temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Compiler:
         if group.compiler_options is None:
             return cls()
         nvidia = device.platform == "gpu" and "nvidia" in device.device_kind.lower()
-        chosen = cls({} if not nvidia else WITH_VMM if client_options().get("allocator") == VMM else NVIDIA)
+        chosen = cls({} if not nvidia else WITH_VMM if keeps_temporaries(device) else NVIDIA)
         if chosen.options and (problem := chosen.problem()) is not None:
             logger.warning("steps are compiled without %s: %s", ", ".join(chosen.options), problem)
             chosen = cls()

@@ -52,6 +52,7 @@ def profile_of(ladder: BucketLadder, curve: str) -> StepProfile:
         {requests: 1e-4 for requests in ladder.decode_rows},
         {requests: drafting for requests in ladder.decode_rows},
         {requests: 1.1e-3 + each * requests for requests in ladder.decode_rows},
+        {requests: 1.2e-3 + each * requests for requests in ladder.decode_rows},
     )
 
 

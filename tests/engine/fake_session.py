@@ -12,6 +12,7 @@ from fake_device import DeviceError
 from fake_engine import Setup, fake_engine
 from fake_model import COLD, Past
 
+from di_jax.engine.batch import DecodeBatch
 from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.data_rank import DataRank
 from di_jax.engine.engine import Engine
@@ -85,6 +86,7 @@ class Session:
         self.leaving: list[tuple[int, Holding]] = []  # step by which it has to be released
         self._reported = self._unseen = 0  # reports given, and steps that were complete without one
         self.steps = self.forks = self.hits = self.restored = self.kept = 0
+        self.paused = False  # whether a step left the draft no context
         self._watch(self.engine)
 
     def _watch(self, engine: Engine) -> None:
@@ -255,7 +257,10 @@ class Session:
                 assert sequence.matcher.known == sequence.output_ids, "the matcher is not where its answer is"
         if speculation is None:
             return
+        self.paused |= speculation._idle
         flying = [(r, s) for flight in engine._flights for r, began in flight.step.rounds.items() for s in began.slots]
+        batches = [flight.batch for flight in engine._flights if isinstance(flight.batch, DecodeBatch)]
+        busy = {(part.rank, int(slot)) for batch in batches for part in batch.parts for slot in part.slots}
         for rank, table in speculation.tables.items():
             ledger = speculation.ledgers[rank]
             for slot in table.ready().tolist():
@@ -264,10 +269,11 @@ class Session:
                 sequence = table.sequences[slot]
                 assert sequence is not None
                 if not sequence.num_preemptions:
-                    assert ledger.processed[slot] == bool(sequence.output_ids) + sequence.decode_steps, (
-                        "rounds of another"
-                    )
-                if not ahead:
+                    rounds = bool(sequence.output_ids) + sequence.decode_steps
+                    # Plain steps of a long pause are no rounds.
+                    assert ledger.processed[slot] <= rounds, "rounds of another"
+                    assert self.paused or ledger.processed[slot] == rounds, "rounds of another"
+                if not ahead and (rank, slot) not in busy:
                     assert not table.ahead[slot], "the position is not known, and nothing is in flight"
                     assert table.position[slot] == len(sequence) - 1
                     assert table.left[slot] == sequence.max_tokens - len(sequence.output_ids)

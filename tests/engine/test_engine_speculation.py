@@ -43,7 +43,8 @@ def profile(ladder: BucketLadder, per_row: float) -> StepProfile:
     rows = [rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)]
     each = dict.fromkeys(ladder.decode_rows, 1e-4)
     forward = {n: 1e-3 * (1 + per_row * n) for n in sorted(rows)}
-    return StepProfile(forward, each, each, {n: forward[n] + 1e-4 for n in ladder.decode_rows})
+    plain = {n: forward[n] + 1e-4 for n in ladder.decode_rows}
+    return StepProfile(forward, each, each, plain, plain)
 
 
 @dataclasses.dataclass

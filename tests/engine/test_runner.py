@@ -117,12 +117,12 @@ def test_attention_costs_the_same_at_every_context(runner: ModelRunner) -> None:
     query = jax.ShapeDtypeStruct((ROWS, c.num_attention_heads, c.head_dim), jnp.float32)
     kv = jax.ShapeDtypeStruct((ROWS, c.head_dim), jnp.float32)
     selected = jax.ShapeDtypeStruct((ROWS, c.index_topk), jnp.int32)
-    sink = jax.ShapeDtypeStruct((c.num_attention_heads,), jnp.float32)
+    sink = jax.ShapeDtypeStruct((c.num_hidden_layers, c.num_attention_heads), jnp.float32)
 
     def attend(query: Array, kv: Array, window: Array, pool: Array, selected: Array, sink: Array, rows: Rows) -> Array:
         angles = rotation(c, True, rows.position)
         return sparse_attention.sparse_attention(
-            query, kv, window[2], pool, selected, sink, angles, rows, layout, source=0, scale=1.0
+            2, query, kv, window, pool, selected, sink, angles, rows, layout, source=0, scale=1.0
         )
 
     short, long = (

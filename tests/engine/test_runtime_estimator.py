@@ -55,11 +55,24 @@ def test_every_bucket_has_one_vote() -> None:
     assert forward.slope == pytest.approx(20e-6)
 
 
-def test_faster_than_the_profile_is_not_believed() -> None:
+def test_faster_than_the_profile_is_not_believed_of_others() -> None:
     forward = ForwardRuntimeEstimator(LADDER, PROFILE)
     for _ in range(50):
-        forward.observe(8, 0.5 * PROFILE[8])
+        forward.observe(8, 0.95 * PROFILE[8])
     assert forward.slope == 0
+    assert forward.times().at(8) == pytest.approx(0.95 * PROFILE[8]) and forward.times().at(16) == PROFILE[16]
+
+
+def test_steps_that_wait_for_their_host_take_the_same_time_with_fewer_rows() -> None:
+    """By the profile and the slope fewer rows take less, until steps of fewer rows were seen."""
+    forward, host = ForwardRuntimeEstimator(LADDER, PROFILE), 1.5 * PROFILE[16]
+    for _ in range(LEAST_PER_BUCKET):
+        forward.observe(16, host)
+    before = forward.times()
+    assert before.at(16) == pytest.approx(host) and before.at(8) < 0.9 * host
+    for _ in range(LEAST_PER_BUCKET):
+        forward.observe(8, host)
+    assert forward.times().at(8) == forward.times().at(16) == pytest.approx(host)
 
 
 def test_outliers_and_times_that_are_none_change_nothing() -> None:

@@ -28,7 +28,7 @@ from di_jax.engine.speculative_programs import DRAFT_COLUMNS
 from di_jax.engine.step_output import DraftOutput, StepOutput
 from di_jax.engine.step_plan import BucketLadder
 from di_jax.engine.step_profile import StepProfile
-from di_jax.engine.verification import HISTORY, JUDGED_STEPS, LEAST_PAUSE, RateLedger, Round
+from di_jax.engine.verification import HISTORY, JUDGED_STEPS, LEAST_PAUSE, TELLING_BLOCKS, RateLedger, Round
 from di_jax.sampling_params import SamplingParams
 
 ALL = Drafting(5, right=1.0, confidence=0.9)
@@ -410,7 +410,11 @@ LADDER = BucketLadder.derive(
 )
 WINDOW = 16
 STEEP = StepProfile(
-    {2: 2.0, 4: 4.0, 6: 6.0, 8: 8.0, 12: 12.0, 16: 16.0}, {2: 0.5, 4: 0.5}, {2: 1.0, 4: 1.0}, {2: 2.5, 4: 4.5}
+    {2: 2.0, 4: 4.0, 6: 6.0, 8: 8.0, 12: 12.0, 16: 16.0},
+    {2: 0.5, 4: 0.5},
+    {2: 1.0, 4: 1.0},
+    {2: 2.5, 4: 4.5},
+    {2: 2.5, 4: 4.5},
 )
 
 
@@ -483,11 +487,28 @@ def test_an_outlook_is_what_all_expect() -> None:
     planned = books.plan(batch)
     filled = dataclasses.replace(planned, parts=[dataclasses.replace(planned.parts[0], rows=4)])
     outlook = books.outlook(filled)
-    assert outlook == Outlook(3 * FRACTIONS, 2, 2, 2, 2), "two tokens, and two drafts of one half"
-    other = Outlook(5, 3, 1, 2, 9)
+    assert outlook == Outlook(3 * FRACTIONS, 8 * FRACTIONS, 2, 2, 2, 2), "two tokens, and two drafts of one half"
+    other = Outlook(5, 7, 3, 1, 2, 9)
     numbers = np.array([outlook.numbers(), other.numbers(), Outlook().numbers()])
-    assert Outlook.of_all(numbers) == Outlook(3 * FRACTIONS + 5, 5, 3, 4, 9)
+    assert Outlook.of_all(numbers) == Outlook(3 * FRACTIONS + 5, 8 * FRACTIONS + 7, 5, 3, 4, 9)
     assert not books.drafts(Outlook(), LADDER.bucket(True, 2, 4, requests=2)), "nobody could draft"
+
+
+def test_what_others_drafted_tells_what_a_batch_gains_at_most() -> None:
+    """Until enough is known all drafts may be accepted; from then on the typical ones, however many are verified."""
+    profile = dataclasses.replace(STEEP, forward={**dict.fromkeys(STEEP.forward, 2.0), 12: 8.0, 16: 9.0})
+    table, batch = decoding(2)
+    books = Speculation(LADDER, {0: table}, profile, WINDOW)
+    planned = books.plan(batch)
+    assert books.outlook(planned).typical == 2 * 4 * FRACTIONS
+    # Of 2 requests: all 8 rows in 2 + 0.5 + 1 seconds, where plain steps take 2.5.
+    assert books._most(books.outlook(planned), 2, 2.5) == pytest.approx(8 / 3.5 * 2.5 / 2)
+    for _ in range(TELLING_BLOCKS):
+        books.completed(books.begin(books.plan(batch), True), outputs(np.full((2, 3), 0.5)))
+    outlook = books.outlook(books.plan(batch))
+    tokens = 2 * (1 + 0.5 + 0.25 + 0.125)
+    assert outlook.typical == pytest.approx(tokens * FRACTIONS, rel=0.02)
+    assert books._most(outlook, 2, 2.5) == pytest.approx(tokens / 3.5 * 2.5 / 2, rel=0.02)
 
 
 def test_what_a_draft_needs_to_know() -> None:

@@ -23,7 +23,7 @@ from di_jax.engine.step_launcher import Launches
 SETUP = Setup(block_size=16, num_blocks=40, num_slots=4, max_model_len=160, varlen=False)
 DRAFTS = dataclasses.replace(SETUP, drafting=Drafting(3, ids=Letters.IDS))
 
-counts = st.lists(st.integers(0, 9), min_size=11, max_size=11)
+counts = st.lists(st.integers(0, 9), min_size=12, max_size=12)
 
 
 @given(st.lists(counts, min_size=1, max_size=4))
@@ -32,7 +32,7 @@ def test_every_process_launches_what_any_needs(numbers: list[list[int]]) -> None
     found = Launches.of_all(everyones)
     kinds = [found.restores, found.copies, found.snapshots, found.extra, found.begins, found.masked]
     assert kinds == everyones[:, :6].max(axis=0).tolist()
-    assert found.outlook == Outlook(*everyones[:, 6:10].sum(axis=0).tolist(), everyones[:, 10].max())
+    assert found.outlook == Outlook(*everyones[:, 6:11].sum(axis=0).tolist(), everyones[:, 11].max())
     assert Launches.of_all(np.array([found.numbers()])) == found
 
 
@@ -137,7 +137,7 @@ def test_masks_before_the_results_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_process_without_work_launches_what_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(DRAFTS, monkeypatch)
     launcher = session.engine.launcher
-    agreed = Launches(restores=1, copies=1, snapshots=2, extra=1, masked=1, outlook=Outlook(3000, 3, 0, 3, 3))
+    agreed = Launches(restores=1, copies=1, snapshots=2, extra=1, masked=1, outlook=Outlook(3000, 3000, 3, 0, 3, 3))
     bucket = session.engine.parts.ladder.bucket(True, 16, 10, requests=4)
     batch = DecodeBatch([], num_drafts=3)
     assert launcher.launches(batch) == Launches()

@@ -16,7 +16,7 @@ from di_jax.engine.runtime_estimator import ForwardRuntimeEstimator, SamplerRunt
 from di_jax.engine.setup import build_engine_parts
 from di_jax.engine.speculative_programs import DRAFT_COLUMNS
 from di_jax.engine.step_plan import BucketLadder, StepPlan
-from di_jax.engine.step_profile import RUNS, StepProfile, measure, profile_of
+from di_jax.engine.step_profile import RUNS, WARM_UP, StepProfile, chain_steps, measure, profile_of
 from di_jax.model.cache import CacheLayout
 from di_jax.model.quantization import CacheFormats
 from di_jax.parallel import processes
@@ -43,7 +43,7 @@ class StubRunner:
     A run is one of each, in order. shapes: that take turns; the first turn and two of the others are outliers.
     """
 
-    OUTLIERS = (0.001, 1.0, 50.0, 1.0, 1.0, 30.0)  # factors of the turns: warm-up, then five
+    OUTLIERS = (0.001, 1.0, 1.0, 50.0, 1.0, 1.0, 30.0)  # factors of the turns: two of warm-up, then five
 
     def __init__(self, slots: int, ranks: int = 1, blocks: int = 8, shapes: int = 8) -> None:
         self.layout = CacheLayout(TINY, CacheFormats.quantized(), blocks, slots)
@@ -82,10 +82,10 @@ class StubRunner:
     def execute(self, plans: list[StepPlan]) -> Any:
         self.calls.append("execute")
         self.alone.append(plans[0])
-        self._pass(8.0 + plans[0].bucket.rows)
+        self._pass(8.0 + plans[0].bucket.rows + (0.0 if plans[0].bucket.bare else 0.5))
 
     def _pass(self, seconds: float) -> None:
-        self.now += seconds * self.OUTLIERS[min(5, (self._resets - 1) // self._shapes)]
+        self.now += seconds * self.OUTLIERS[min(6, (self._resets - 1) // self._shapes)]
 
 
 def measured(runner: StubRunner, ladder: BucketLadder) -> StepProfile:
@@ -102,6 +102,7 @@ def test_the_curves_add_up_to_what_steps_take() -> None:
     assert profile.sampling == pytest.approx({1: 2.25, 16: 36.0})
     assert profile.drafting == pytest.approx({1: 0.5, 16: 8.0})
     assert profile.plain == pytest.approx({1: 9.0, 16: 24.0})
+    assert profile.context == pytest.approx({1: 9.5, 16: 24.5})
     for requests, shapes in rows.items():
         for each in shapes:
             whole = profile.forward[each] + profile.sampling[requests] + profile.drafting[requests]
@@ -112,9 +113,28 @@ def test_every_run_drafts_verifies_and_accepts_on_its_own_state() -> None:
     ladder, runner = ladder_of((1, 4)), StubRunner(slots=4)
     measured(runner, ladder)
     each = ["reset", "draft", "verify", "accept"]
-    # Of each number of requests the shape that verifies nothing is compared with the plain step.
-    turn = [*each, "execute", *each * 3] * 2
-    assert runner.calls == turn * (1 + RUNS) + ["reset"]
+    # Of each number of requests the shape that verifies nothing is compared with the plain steps.
+    turn = [*each, "execute", "execute", *each * 3] * 2
+    assert runner.calls == turn * (WARM_UP + RUNS) + ["reset"]
+
+
+def test_waiting_for_every_program_is_not_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait takes 5 ms, which a step pays three times when its programs are timed; a chain pays one."""
+    runner, wait = StubRunner(slots=4, shapes=4), 0.005
+    monkeypatch.setattr(StubRunner, "_pass", lambda self, seconds: setattr(self, "now", self.now + 1e-6 * seconds))
+    monkeypatch.setattr(jax, "block_until_ready", lambda given: setattr(runner, "now", runner.now + wait))
+    profile = measured(runner, ladder_of((4,)))
+    for rows in (4, 8, 16, 24):
+        whole = profile.forward[rows] + profile.sampling[4] + profile.drafting[4]
+        true = 1e-6 * (10 + rows + 8 + 0.25 * rows + 2)
+        assert whole == pytest.approx(true + wait / 3, rel=0.05), "three steps of three waits take 45 ms, four 60"
+    assert profile.plain[4] == pytest.approx(1e-6 * 12 + wait / 3)
+    assert profile.context[4] == pytest.approx(1e-6 * 12.5 + wait / 3)
+
+
+def test_chains_are_short_and_within_the_context() -> None:
+    assert [chain_steps(seconds, 99) for seconds in (0.0, 0.001, 0.01, 0.029, 0.06, 1.0)] == [8, 8, 6, 2, 1, 1]
+    assert chain_steps(0.001, 5) == 4 and chain_steps(0.001, 1) == 1
 
 
 def test_the_rows_are_real() -> None:
@@ -128,7 +148,7 @@ def test_the_rows_are_real() -> None:
         assert (fields["cap"][:n] == DRAFTS).all() and (fields["cap"][n:] == -1).all()
         assert fields["budget"][0] == min(plan.bucket.rows - n, n * DRAFTS)
         assert (fields["capacity"][:n] == 256).all() and (fields["forced"] == -1).all()
-        assert (RUNS + 1) * (DRAFTS + 1) < 256 - 1, "no run finds a full answer"
+        assert (WARM_UP + RUNS) * (DRAFTS + 1) < 256 - 1, "no run finds a full answer"
         assert fields["block_table"].min() >= 0 and fields["block_table"].max() < 7
     column = dict(zip(DRAFT_COLUMNS, runner.drafted[2], strict=True))
     assert column["slot"].tolist() == [*range(10), *[-1] * 6]
@@ -152,7 +172,7 @@ def test_what_the_estimators_take() -> None:
     assert SamplerRuntimeEstimator(profile.sampling).seconds(16) == profile.sampling[16]
     shared = [ladder.bucket(True, 16, 2, requests=requests) for requests in (4, 16)]
     assert [bucket.rows for bucket in shared] == [16, 16]
-    times_of = np.array([[5.0, 1.0, 1.0, 0.0], [3.0, 1.0, 2.0, 0.0]])
+    times_of = np.array([[5.0, 1.0, 1.0, 0.0, 0.0], [3.0, 1.0, 2.0, 0.0, 0.0]])
     assert profile_of(shared, times_of).forward == {16: 5.0} == profile_of(shared, times_of[::-1]).forward
 
 
@@ -162,14 +182,14 @@ def test_times_of_steps_are_kept(data: st.DataObject) -> None:
     accepting more rows seemed faster."""
     ladder = ladder_of((8,))
     shapes = [ladder.bucket(True, rows, 2, requests=8) for rows in ladder.verify_rows(8)]
-    seconds = np.array([[data.draw(st.floats(0.001, 10)) for _ in range(4)] for _ in shapes])
+    seconds = np.array([[data.draw(st.floats(0.001, 10)) for _ in range(5)] for _ in shapes])
     profile = profile_of(shapes, seconds)
     for bucket, (verify, accept, *_) in zip(shapes, seconds, strict=True):
         whole = profile.forward[bucket.rows] + profile.sampling[8]
         assert whole == pytest.approx(verify + max(accept, seconds[0, 1]))
         assert profile.forward[bucket.rows] > 0
     assert profile.drafting[8] == pytest.approx(seconds[:, 2].mean())
-    assert profile.plain[8] == seconds[0, 3]
+    assert profile.plain[8] == seconds[0, 3] and profile.context[8] == seconds[0, 4]
 
 
 def test_all_processes_have_the_times_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +238,7 @@ def test_a_real_runner(tiny_config: Config, changes: dict[str, Any], monkeypatch
 
     def watched(verification: Any) -> Any:
         output = accept(verification)
-        seen.append(np.asarray(output.verified))
+        seen.append((verification.hidden.shape[1], np.asarray(output.verified)))
         return output
 
     monkeypatch.setattr(runner, "accept", watched)
@@ -227,8 +247,6 @@ def test_a_real_runner(tiny_config: Config, changes: dict[str, Any], monkeypatch
     assert set(profile.forward) == set(shapes) and set(profile.sampling) == set(profile.drafting) == {8}
     assert min([*profile.forward.values(), *profile.sampling.values(), *profile.drafting.values()]) > 0
     ranks = changes.get("mesh.dp", 1)
-    assert len(seen) == len(shapes) * (1 + RUNS)
-    for at, rows in enumerate(shapes):
-        for verified in seen[at * (1 + RUNS) : (at + 1) * (1 + RUNS)]:
-            assert (verified == np.full((ranks, 8), rows // 8 - 1)).all()
+    assert all((verified == np.full((ranks, 8), rows // 8 - 1)).all() for rows, verified in seen)
+    assert all(sum(rows == each for rows, _ in seen) >= WARM_UP + RUNS for each in shapes)
     assert not any(np.asarray(leaf).view(np.uint8).any() for leaf in jax.tree.leaves(runner.state))

@@ -19,6 +19,7 @@ from di_jax.engine.verification import (
     LEAST_PAUSE,
     LONGEST_PAUSE,
     MOST_DOUBLINGS,
+    REMEMBERED,
     TRIAL_SHARE,
     UNKNOWN_STEPS,
     DraftSwitch,
@@ -332,7 +333,7 @@ def pauses_of(switch: DraftSwitch, requests: int, gain: float, steps: int) -> li
     return [len(list(run)) for on, run in itertools.groupby(drafted) if not on][:-1]  # the last may be cut short
 
 
-@pytest.mark.parametrize(("requests", "judged"), [(1, 8), (8, 8), (64, 4), (128, 2), (1024, 2)])
+@pytest.mark.parametrize(("requests", "judged"), [(1, 16), (8, 16), (64, 4), (128, 2), (1024, 2)])
 def test_a_gain_below_one_ends_drafting_for_a_stretch(requests: int, judged: int) -> None:
     switch = DraftSwitch()
     pause = pause_steps(0.9, judged + UNKNOWN_STEPS)
@@ -343,6 +344,16 @@ def test_a_gain_below_one_ends_drafting_for_a_stretch(requests: int, judged: int
 def test_one_bad_block_does_not() -> None:
     switch = DraftSwitch()
     assert all(switch.next(8, 0.5 if n % JUDGED_STEPS == 0 else 1.2) for n in range(200))
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64, 256])
+def test_what_paid_for_long_is_not_given_up_for_a_few_bad_steps(requests: int) -> None:
+    switch, enough = DraftSwitch(), judged_steps(requests)
+    assert not all([switch.next(requests, 0.6) for _ in range(enough)]), "at first they are all that is known"
+    switch = DraftSwitch()
+    assert all(switch.next(requests, 1.4) for _ in range(REMEMBERED * enough))
+    assert all(switch.next(requests, 0.6) for _ in range(enough))
+    assert not all([switch.next(requests, 0.6) for _ in range(2 * enough)])
 
 
 def test_what_is_not_known_is_drafted() -> None:
@@ -356,12 +367,14 @@ def test_trials_of_a_batch_that_never_gains_cost_their_share(requests: int, gain
     trial = judged_steps(requests) - 1 + UNKNOWN_STEPS  # the step of the verdict drafts no more
     assert pauses == [min(pauses[0] << min(n, MOST_DOUBLINGS), LONGEST_PAUSE) for n in range(len(pauses))]
     cost = trial * (1 / gain - 1) / pauses[0]
-    assert cost <= TRIAL_SHARE and (pauses[0] == LEAST_PAUSE or cost > 0.6 * TRIAL_SHARE)
+    assert (cost <= TRIAL_SHARE or pauses[0] == LONGEST_PAUSE) and (
+        pauses[0] == LEAST_PAUSE or cost > 0.6 * TRIAL_SHARE
+    )
 
 
 def test_what_keeps_failing_is_tried_less_often() -> None:
     switch = DraftSwitch()
-    first, *others = pauses_of(switch, 8, 0.9, 4000)
+    first, *others = pauses_of(switch, 8, 0.9, 25_000)
     assert (
         others[:5] == [min(first << n, LONGEST_PAUSE) for n in (1, 2, 3, 3, 3)][: len(others[:5])] and len(others) > 2
     )
@@ -376,6 +389,27 @@ def test_what_keeps_failing_is_tried_less_often() -> None:
 def test_pauses_are_bounded() -> None:
     assert pause_steps(0.9999, 10) == LEAST_PAUSE and pause_steps(0.0, 10) == LONGEST_PAUSE
     assert LEAST_PAUSE < pause_steps(0.9, 10) < pause_steps(0.5, 10) < LONGEST_PAUSE
+
+
+@given(requests=st.integers(1, 512), context=st.floats(0, 40))
+def test_leaving_context_is_part_of_what_a_trial_costs(requests: int, context: float) -> None:
+    switch = DraftSwitch()
+    while switch.next(requests, 0.8, context=context):
+        pass
+    lost = (judged_steps(requests) + UNKNOWN_STEPS) * 0.25 + context
+    assert abs(switch.pause + 1 - min(max(lost / TRIAL_SHARE, LEAST_PAUSE), LONGEST_PAUSE)) < 2
+
+
+def test_a_batch_that_fills_up_is_not_tried_at_every_size() -> None:
+    """What the others drafted says that it cannot pay: no trial, but a pause. Where it may, or what is known already
+    says otherwise, that is of no account."""
+    switch, ramp = DraftSwitch(), (1, 2, 4, 8, 16, 32)
+    assert not any(switch.next(requests, None, lambda: 0.7) for requests in ramp) and switch.pause > LEAST_PAUSE
+    assert switch.next(64, None, lambda: 1.1) and switch.next(128, None)
+    assert not any(switch.next(requests, None, lambda: 1.1) for requests in ramp), "their pauses have only begun"
+    switch = DraftSwitch()
+    assert all(switch.next(8, 1.2) for _ in range(JUDGED_STEPS)) and switch.next(64, None)
+    assert switch.next(8, None, lambda: 0.7), "it was seen to pay"
 
 
 def test_drafting_returns_when_it_pays() -> None:

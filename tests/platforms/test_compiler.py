@@ -8,7 +8,7 @@ import pytest
 
 from di_jax.config import Config, PlatformGroup
 from di_jax.errors import ConfigError
-from di_jax.platforms import compiler
+from di_jax.platforms import allocator
 from di_jax.platforms.compiler import NVIDIA, XLA_DEFAULTS, Compiler
 
 
@@ -16,6 +16,10 @@ from di_jax.platforms.compiler import NVIDIA, XLA_DEFAULTS, Compiler
 class Device:
     platform: str
     device_kind: str
+    stats: dict[str, int] | None = None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
 
 
 H200, CPU, TPU = Device("gpu", "NVIDIA H200"), Device("cpu", "cpu"), Device("tpu", "TPU7x")
@@ -33,9 +37,11 @@ def test_graphs_hold_loops_on_nvidia_alone() -> None:
 
 
 def test_temporaries_that_stay_are_not_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "client_options", lambda: {"allocator": "vmm"})
+    monkeypatch.setattr(allocator, "client_options", lambda: {"allocator": "vmm"})
     assert chosen("auto") == {**NVIDIA, "xla_gpu_command_buffer_update_mode": "SKIP_TEMP"}
     assert chosen("auto", CPU) == {} == chosen(None)
+    bfc = dataclasses.replace(H200, stats={"bytes_limit": 1})
+    assert chosen("auto", bfc) == dict(NVIDIA), "a client that was there before has temporaries that move"
 
 
 def test_null_leaves_xla_its_own() -> None:
