@@ -386,6 +386,27 @@ def test_a_compiler_that_finds_no_room_is_a_row_too(folder: Path) -> None:
     assert not row["fits"] and "says the compiler: prefill: RESOURCE_EXHAUSTED: 200 GB" in row["problem"]
 
 
+def test_a_step_takes_no_less_where_its_launch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of 9 ms in which the device does all but 1 ms of the step: every step that counts took 10 ms."""
+
+    class Waiting:
+        warm_up, now, launched = 2, 0.0, 0
+
+        def step(self) -> Waiting:
+            self.launched += 1
+            self.now = max(self.now, 0.010 * (self.launched - 1)) + 0.009
+            return self
+
+        def block_until_ready(self) -> None:
+            self.now = max(self.now, 0.010 * (self.launched - 1))
+
+    point = Waiting()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: point.now)
+    for repeats in (1, 4):
+        seconds = measuring.step_seconds(point, repeats)  # type: ignore[arg-type]
+        assert len(seconds) == repeats and min(seconds) > 0.0089
+
+
 def test_steps_that_did_not_verify_are_no_measurement(folder: Path) -> None:
     point = DecodePoint(rank_of(small(folder)), 2)
 

@@ -118,15 +118,17 @@ def test_the_host_table_quotes_the_committed_results() -> None:
         assert [int(t) for t in told] == [round(row[name]) for name in ("schedule_us", "post_us", "host_us")]
 
 
-def test_the_speculation_table_quotes_the_committed_results() -> None:
-    match = re.search(r"<!-- speculation table: (\S+) -->\n(.*?)<!-- end of speculation table -->", README, re.DOTALL)
-    assert match is not None
-    result = json.loads((ROOT / match[1]).read_text(encoding="utf-8"))
-    speed = {(row["concurrency"], row["mode"]): row["tokens_per_s"] for row in result["rows"]}
-    ratio = {(r["concurrency"], r["of"], r["over"]): r["median"] for r in result["ratios"]}
-    quoted = re.findall(r"^\| (\d+) \| (.+) \|$", match[2], re.MULTILINE)
-    assert [int(requests) for requests, _ in quoted] == sorted({requests for requests, _ in speed})
-    for requests, cells in quoted:
-        n, told = int(requests), [cell.strip().replace(",", "") for cell in cells.split("|")]
-        want = [f"{speed[n, mode]:.0f}" for mode in ("none", "fixed", "varlen")]
-        assert told == [*want, *(f"{ratio[n, 'varlen', other]:.2f}" for other in ("fixed", "none"))]
+def test_the_speculation_tables_quote_the_committed_results() -> None:
+    pattern = r"<!-- speculation table: (\S+) -->\n(.*?)<!-- end of speculation table -->"
+    tables = re.findall(pattern, README, re.DOTALL)
+    assert [Path(name).stem for name, _ in tables] == ["speculation-nvidia-h200", "speculation-cpu"]
+    for name, text in tables:
+        result = json.loads((ROOT / name).read_text(encoding="utf-8"))
+        speed = {(row["concurrency"], row["mode"]): row["tokens_per_s"] for row in result["rows"]}
+        ratio = {(r["concurrency"], r["of"], r["over"]): r["median"] for r in result["ratios"]}
+        quoted = re.findall(r"^\| (\d+) \| (.+) \|$", text, re.MULTILINE)
+        assert [int(requests) for requests, _ in quoted] == sorted({requests for requests, _ in speed})
+        for requests, cells in quoted:
+            n, told = int(requests), [cell.strip().replace(",", "") for cell in cells.split("|")]
+            want = [f"{speed[n, mode]:.0f}" for mode in ("none", "fixed", "varlen")]
+            assert told == [*want, *(f"{ratio[n, 'varlen', other]:.2f}" for other in ("fixed", "none"))]

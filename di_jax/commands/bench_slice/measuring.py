@@ -290,10 +290,11 @@ def exchanges(point: Point) -> list[Collective]:
 
 def step_seconds(point: Point, repeats: int) -> list[float]:
     """Of `repeats` steps that follow one another, each launched while the one before it runs, after the point's
-    `warm_up`."""
+    `warm_up`. One more follows the last that counts: where launching takes as long as the step, as with loops whose
+    length the host waits for, what is left of a step after the next one's launch is not its time."""
     running, last, seconds = point.step(), 0.0, []
     for number in range(point.warm_up + repeats):
-        ahead = point.step() if number + 1 < point.warm_up + repeats else running
+        ahead = point.step()
         running.block_until_ready()
         now = time.perf_counter()
         if number >= point.warm_up:
