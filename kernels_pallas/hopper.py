@@ -29,9 +29,8 @@ def choose_kernel[F: Callable[..., object]](
 ) -> F:
     """The kernel or the reference. why: what keeps the kernel from running this; None when it can.
 
-    By name only for now, `auto` takes the reference: no engine has run with them on a GPU yet, and of `index_topk` an
-    earlier form was what an H200 compared. Raises UnsupportedShape for the kernel where it cannot run,
-    UnknownImplementation for other names.
+    By name only for now, `auto` takes the reference: no engine has run with them on a GPU yet. Raises UnsupportedShape
+    for the kernel where it cannot run, UnknownImplementation for other names.
     """
     if implementation == KERNEL and why is not None:
         raise UnsupportedShape(f"kernels: {operation} cannot run {KERNEL} here: {why}")

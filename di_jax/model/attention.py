@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.config import LayerPlan, ModelConfig
@@ -73,18 +73,21 @@ class Attention(nnx.Module):
         """
         kv = rows.gathered(self.window_kv(layer, x, cos_sin))
         query = self.query(layer, latent_query, cos_sin)
-        stored = compress_store.store_window(
-            state.window, layer, kv, rows.stored, layout, implementation=self.kernels.of("compress_store")
-        )
+
+        def store(window: Array) -> Array:
+            implementation = self.kernels.of("compress_store")
+            return compress_store.store_window(window, layer, kv, rows.stored, layout, implementation=implementation)
+
         # Decode stores first and reads the ring; a prefill chunk reads the history that its own rows overwrite.
-        ring = (stored if rows.decode else state.window)[layer]
+        window = store(state.window) if rows.decode else state.window
         out = sparse_attention.sparse_attention(
+            layer,
             query,
             kv,
-            ring,
+            window,
             None if selected is None else state.compressed,
             selected,
-            self.attn_sink[layer],
+            self.attn_sink[...],
             cos_sin,
             rows,
             layout,
@@ -92,7 +95,11 @@ class Attention(nnx.Module):
             scale=self.config.head_dim**-0.5,
             implementation=self.kernels.of("sparse_attention"),
         )
-        return self.output(layer, out), state.replace(window=stored)
+        if not rows.decode:
+            # Stored after it was read: else XLA copies the rings of all layers, twice in every layer.
+            out, window = lax.optimization_barrier((out, window))
+            window = store(window)
+        return self.output(layer, out), state.replace(window=window)
 
     def output(self, layer: Array | int, out: Array) -> Array:
         """[T, H, d] -> [T, D]: each group of heads goes down to its rank, then all up together (numerics 6.6)."""

@@ -388,7 +388,9 @@ def fused_site(
             jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in (y, streams, post, comb, pre)
         )
     rows = total + padding
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    # Mosaic GPU refuses operands that do not begin at a multiple of 256 bytes, and XLA gives it slices in place: the
+    # number of a layer that a scan takes out of its numbers. What is computed has a buffer of its own.
+    layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, len(fn) - 1).reshape(1)
     flat = streams.reshape(rows, HC * dim), post, comb.reshape(rows, HC * HC), pre
     new, collapsed, sums = _expand(tuning, layer, y, *flat, fn, overlap=overlap, interpret=interpret)
     rest = _finish(

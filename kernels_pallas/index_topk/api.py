@@ -33,6 +33,8 @@ def index_topk(
     query [T, H, d] after rope and quantizer; weights fp32 [T, H], scaled; pool [blocks, rows_per_block, record] of
     index keys, read at KV source `source`; candidates [T, blocks] restricts the choice (Reindex layers),
     make_candidates produces them (the candidate source). None instead of candidates means that all entries are.
+    `rows` may hold slices of one array. The others come whole or computed: Mosaic GPU takes no slice in place that does
+    not begin at a multiple of 256 bytes.
     Bytes per row tile: 68 * context / ratio; flops per row: 2 * H * d * context / ratio.
     """
     why = unavailable() or unsupported(query, rows, layout, source)

@@ -12,24 +12,21 @@ TUNED = Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """kind: operands of the products when a block has one row ("e4m3" or "bf16"; with more rows bf16). stages: units of
-    keys in flight. units: most units of 128 keys of a block. rows: most rows of a block, in prefill.
-    score_bytes: most bytes of scores at a time; more rows go in turns.
+    """stages: units of 128 keys in flight. units: most of them that a block scores. rows: most rows of a block, in
+    prefill; decode has one. score_bytes: most bytes of scores at a time; more rows go in turns.
     """
 
-    kind: str = "e4m3"
     stages: int = 3
     units: int = 16
-    rows: int = 8
-    warpgroups: int = 1
+    rows: int = 4
     score_bytes: int = 512 * 2**20
 
     def __post_init__(self) -> None:
-        if self.kind not in ("bf16", "e4m3"):
-            raise ValueError(f"index_topk tuning: kind {self.kind!r} is neither 'bf16' nor 'e4m3'")
-        for name, low, high in (("stages", 2, 8), ("units", 1, 512), ("warpgroups", 1, 6), ("rows", 1, 8)):
+        for name, low, high in (("stages", 2, 8), ("units", 1, 512)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"index_topk tuning: {name} = {getattr(self, name)} is not in {low}..{high}")
+        if self.rows not in (1, 2, 4, 8):
+            raise ValueError(f"index_topk tuning: rows = {self.rows} is not 1, 2, 4 or 8")
 
 
 @cache

@@ -237,9 +237,6 @@ class Lanes:
     def warp_min(self, x: Scalar) -> Scalar:
         return self._reduce(x, nvvm.ReductionKind.MIN)
 
-    def sync_warp(self) -> None:
-        nvvm.bar_warp_sync(_constant(EVERYONE, _i32()))
-
     # Shared memory.
 
     def _shared(self, address: Scalar, offset: int) -> ir.Value:
@@ -283,13 +280,6 @@ class Lanes:
     def sync(self) -> None:
         """Barrier of the block."""
         self._effect(f"bar.sync 0, {self.num_threads};", "")
-
-    def sync_group(self, group: Scalar) -> None:
-        """Barrier of the 128 threads of warpgroup `group`."""
-        if self.num_threads == 128:
-            self.sync()
-        else:
-            self._effect("bar.sync $0, 128;", "r", (group + 1).value)
 
     # Bulk copies into shared memory, counted by barriers of 8 bytes.
 

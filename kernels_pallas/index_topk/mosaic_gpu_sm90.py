@@ -3,8 +3,7 @@
 `scan` scores 128 keys at a time. Packed keys come by bulk copies, are decoded in registers into the left operand of
 WGMMA (64 keys x 128 channels; the scales are powers of two, so products and their fp32 sums of 128 stay exact) and
 meet the queries of up to 8 rows in shared memory. It writes the scores and the best score of every 8 entries.
-`select` takes one row per block: the k best entries lie in the k best groups of 8, ties to the lower in both, so it
-chooses groups, then among their 8 k entries, each time by bisection on the bits of the scores.
+`selection` chooses among them.
 
 Per row and layer at n entries: 68 n bytes of keys and 8,192 n operations; scores are 4 n bytes that stay in L2.
 """
@@ -13,43 +12,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from di_jax.model.cache import CacheLayout
 from di_jax.model.quantization import CacheFormats
 from di_jax.model.rows import Rows
-from kernels_pallas.index_topk import lanes, reference
+from kernels_pallas.index_topk import launch, reference
 from kernels_pallas.index_topk.config import Tuning
+from kernels_pallas.index_topk.selection import GROUP, SELECT_THREADS, Select, best_columns, chosen_entries
 
 DIM = 128  # channels of an index key: 4 scale groups, 64 bytes of values
 RECORD = 68
-UNIT = 128  # keys that a warpgroup scores at a time
+THREADS = 128  # of a block: one warpgroup
+UNIT = 128  # keys that it scores at a time
 UNIT_BYTES = UNIT * RECORD
-GROUP = 8  # entries of a group, and of a candidate block
-SELECT_THREADS = 512
 GROUPS_AT_ONCE = 2  # scale groups of e4m3 products under way
-NOTHING = -(2**31)  # ordered key of a masked entry
-LOWEST = 0x807FFFFF - 2**32 + 1  # ordered key right above -inf
 OUT_OF_REACH = 2**30
-BIN_BITS = 9  # bins of the selection: one of each thread
 MOST_ENTRIES = 262_144  # 64 group maxima in the registers of a thread of `select`
-
-
-def ordered(m: Any, bits: Any) -> Any:
-    """Bits of an fp32 -> i32 of the same order."""
-    return bits ^ (bits.sign_fill() & 0x7FFFFFFF)
+TURN = 64  # rows of a turn are a multiple: what has 4 bytes a row is then cut at multiples of 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """Shapes of a scan. rows: rows of a block, all of one sequence; units: most units of a block, which its
-    warpgroups take in turn; stages: units that each of them has under way.
+    """Shapes of a scan. rows: rows of a block, all of one sequence; units: most units of a block, which its warpgroup
+    takes one after another; stages: units under way.
 
     entries: columns of the score matrix, a multiple of 128. candidates: blocks of 8 that a row chooses from, 0 for
     all entries. first, per_block, rows_per_block, pages: where the pool keeps the source's keys.
@@ -57,7 +49,6 @@ class Scan:
 
     rows: int
     heads: int
-    kind: str
     stages: int
     units: int
     entries: int
@@ -66,7 +57,12 @@ class Scan:
     per_block: int
     rows_per_block: int
     first: int
-    warpgroups: int = 1
+
+    @property
+    def kind(self) -> str:
+        """Operands of the products. e4m3 takes fewer instructions to decode, which several rows share; but a sum for
+        each scale group, for which they have no registers."""
+        return "e4m3" if self.rows == 1 else "bf16"
 
     @property
     def piece(self) -> int:
@@ -91,9 +87,9 @@ class Scan:
         pieces = 4 * self.units * self.pieces
         return {
             "query": self.query_bytes,
-            "stages": self.warpgroups * self.stages * UNIT_BYTES,
+            "stages": self.stages * UNIT_BYTES,
             "weights": 4 * self.columns,
-            "barriers": 8 * self.warpgroups * self.stages,
+            "barriers": 8 * self.stages,
             "origin": pieces,
             "entry": pieces if self.candidates else 0,
         }
@@ -109,10 +105,8 @@ class ScanBlock:
     def __init__(self, m: Any, s: Scan, memory: Sequence[Any], shared: dict[str, Any], groups: int) -> None:
         self.m, self.s, self.shared = m, s, shared
         query, weights, self.pool, table, sequence, reachable, candidates, self.score, self.best = memory
-        thread, block = m.thread(), m.block()
-        self.thread, self.warpgroup = thread & 127, thread >> 7
-        self.lane, self.warp = thread & 31, (thread >> 5) & 3
-        self.block_thread = thread
+        self.thread, block = m.thread(), m.block()
+        self.lane, self.warp = self.thread & 31, self.thread >> 5
         split = block.divided(groups)
         self.row = (block - split * groups) * s.rows
         self.first_unit = split * s.units
@@ -132,9 +126,7 @@ class ScanBlock:
             self.offsets = [[0, 2], [1, 3]]
             self.key = (self.warp << 5) + self.lane
             self.distances, self.leads = (1, 2, 4), (self.lane & 7).equals(0)
-        ring = self.warpgroup * s.stages
-        self.stages = shared["stages"] + ring * UNIT_BYTES
-        self.barriers = shared["barriers"] + ring * 8
+        self.stages, self.barriers = shared["stages"], shared["barriers"]
         self.records = own * RECORD
 
     def run(self) -> None:
@@ -148,9 +140,7 @@ class ScanBlock:
                     m.init_barrier(self.barriers + 8 * stage)
             m.publish()
             m.sync()
-            own = (live - self.warpgroup + (s.warpgroups - 1)).divided(s.warpgroups)
-            with m.when(own > 0):
-                self.score_units(own)
+            self.score_units(live)
 
     def live_units(self) -> Any:
         """Units of this block that a row can reach."""
@@ -170,9 +160,8 @@ class ScanBlock:
 
     def _turns(self, count: int) -> Iterator[tuple[Any, Any]]:
         """(index, whether it is below `count`) of the block's threads, again and again."""
-        threads = 128 * self.s.warpgroups
-        for turn in range(-(-count // threads)):
-            at = self.block_thread + turn * threads
+        for turn in range(-(-count // THREADS)):
+            at = self.thread + turn * THREADS
             yield at, at < count
 
     def find_pieces(self, live: Any) -> None:
@@ -200,7 +189,7 @@ class ScanBlock:
         """Queries to rows of 128 bytes, K-major, in 128-byte swizzle; and the weights."""
         m, s = self.m, self.s
         if s.kind == "e4m3":
-            with m.when(self.block_thread < 4 * s.heads):
+            with m.when(self.thread < 4 * s.heads):
                 self.stage_query_e4m3()
             return
         for at, inside in self._turns(s.columns * 16):
@@ -223,7 +212,7 @@ class ScanBlock:
         the factor back, and that of the keys' 2^-6.
         """
         m = self.m
-        head, group = self.block_thread >> 2, self.block_thread & 3
+        head, group = self.thread >> 2, self.thread & 3
         words = [x for i in range(4) for x in self.query.load4(head * 64 + group * 16 + 4 * i)]
         sizes = [x for word in words for x in (word & 0x7FFF, (word >> 16) & 0x7FFF)]
         top = functools.reduce(lambda a, b: a.at_least(b), sizes)
@@ -242,11 +231,10 @@ class ScanBlock:
             weight = self.weights.load(head) * m.as_real((exponent + (127 - 3)) << 23)
             m.store_shared(self.shared["weights"] + head * 4, m.as_bits(weight))
 
-    def issue(self, turn: Any, stage: Any, wanted: Any) -> None:
-        """Starts the copies of the warpgroup's unit number `turn` if `wanted`; four warps share many pieces."""
+    def issue(self, unit: Any, stage: Any, wanted: Any) -> None:
+        """Starts the copies of the block's unit number `unit` if `wanted`; four warps share many pieces."""
         m, s = self.m, self.s
         barrier, size = self.barriers + stage * 8, s.piece * RECORD
-        unit = turn * s.warpgroups + self.warpgroup
         first = self.warp.equals(0)
         share = s.pieces // 4 if s.pieces % 4 == 0 else s.pieces
         with m.when(wanted if share < s.pieces else wanted & first):
@@ -258,49 +246,49 @@ class ScanBlock:
                 target = self.stages + (stage * UNIT_BYTES + piece * size)
                 m.copy(target, self.pool, source, RECORD, size, barrier, s.rows == 1)
 
-    def score_units(self, own: Any) -> None:
-        """The warpgroup's `own` units."""
+    def score_units(self, live: Any) -> None:
+        """The first `live` units of the block."""
         m, s = self.m, self.s
         for stage in range(s.stages):
-            self.issue(m.integer(stage), m.integer(stage), own > stage)
-        kept = self.row_weights(0) if s.rows == 1 else None
-        late = s.rows <= 2  # sums are stored while the next products are under way: registers for two sets
+            self.issue(m.integer(stage), m.integer(stage), live > stage)
+        # One row: its sums are stored while the next products are under way. More have no registers for two sets.
+        late = s.rows == 1
+        kept = self.row_weights(0) if late else None
 
-        def body(turn: Any, carry: list[Any]) -> list[Any]:
+        def body(unit: Any, carry: list[Any]) -> list[Any]:
             stage, parity, *before = carry
             m.wait(self.barriers + stage * 8, parity)
             base = self.stages + (stage * UNIT_BYTES + self.records)
             loads = [self.load_keys(base, half) for half in self.offsets]
 
             def refill() -> None:
-                m.sync_group(self.warpgroup)
-                self.issue(turn + s.stages, stage, (turn + s.stages) < own)
+                m.sync()
+                self.issue(unit + s.stages, stage, (unit + s.stages) < live)
 
             def between() -> None:
                 # What does not depend on the products that are under way.
                 refill()
-                self.settle(turn - 1, before, turn > 0)
+                self.settle(unit - 1, before, unit > 0)
 
             if not late:
                 refill()
-            sums = self.scores(loads, kept, between if late else None)
+            sums = self.scores(loads, kept, between)
             following = stage + 1
             wraps = following.equals(s.stages)
             out = [m.select(wraps, m.integer(0), following), m.select(wraps, parity ^ 1, parity)]
             if late:
                 return out + sums
-            self.settle(turn, sums, turn > -1)
+            self.settle(unit, sums, unit > -1)
             return out
 
-        zeros = [m.real(0.0)] * (4 * s.rows if late else 0)
-        _, _, *last = m.loop(own, [m.integer(0), m.integer(0), *zeros], body)
+        zeros = [m.real(0.0)] * (4 if late else 0)
+        _, _, *last = m.loop(live, [m.integer(0), m.integer(0), *zeros], body)
         if late:
-            self.settle(own - 1, last, own > 0)
+            self.settle(live - 1, last, live > 0)
 
-    def settle(self, turn: Any, sums: list[Any], ready: Any) -> None:
-        """Adds up over the lanes of a quad and stores scores and group maxima of the warpgroup's unit `turn`."""
+    def settle(self, unit: Any, sums: list[Any], ready: Any) -> None:
+        """Adds up over the lanes of a quad and stores scores and group maxima of the block's unit `unit`."""
         m, s = self.m, self.s
-        unit = turn * s.warpgroups + self.warpgroup
         index = ((self.first_unit + unit) << 7) + self.key
         position = index
         if s.candidates:
@@ -350,33 +338,21 @@ class ScanBlock:
     def scores(self, loads: list[Any], kept: Any, between: Any) -> list[Any]:
         """The thread's share of the scores, for each row the two keys of the first half of the unit, then the second.
 
-        between: what to do while products are under way.
+        kept: the weights of an only row. between: what to do while the last products of one are under way.
         """
         m, s = self.m, self.s
         halves: list[list[Any]] = []
 
         def finish(fragment: list[Any]) -> None:
             per_row = s.heads // 8
-            weights = [kept or self.row_weights(i) for i in range(s.rows)] if s.rows <= 2 else None
-            rows = [
-                relu_sum(m, fragment, weights[i] if weights else self.row_weights(i), i * per_row)
-                for i in range(s.rows)
-            ]
+            rows = [relu_sum(m, fragment, kept or self.row_weights(i), i * per_row) for i in range(s.rows)]
             halves.append([x for pair in rows for x in pair])
 
-        if s.kind == "bf16":
-            pending: list[Any] = []
-            for load in loads:
-                pending.append(self.product_bf16(load))
-                if s.rows > 2:  # no registers for two sets of sums
-                    finish(m.products_done(pending.pop(), 0))
-            if between:
-                between()
-            while pending:
-                finish(m.products_done(pending.pop(0), len(pending)))
-        else:
-            for number, load in enumerate(loads):
+        for number, load in enumerate(loads):
+            if s.kind == "e4m3":
                 finish(self.sums_e4m3(load, between if number else None))
+            else:
+                finish(m.products_done(self.product_bf16(load), 0))
         first, second = halves
         return [x for i in range(0, 2 * s.rows, 2) for x in (*first[i : i + 2], *second[i : i + 2])]
 
@@ -407,11 +383,6 @@ class ScanBlock:
                 factors = [scales[h] for _ in range(s.columns // 8) for h in (0, 0, 1, 1)]
                 total = [x * f if not total else m.fma(x, f, old) for x, f, old in zip(part, factors, total or part)]
         return total
-
-
-def best_columns(entries: int) -> int:
-    """Columns of the array of group maxima: `select` loads four of each thread at once."""
-    return -(-entries // GROUP // (4 * SELECT_THREADS)) * 4 * SELECT_THREADS
 
 
 def decode_bf16(m: Any, words: list[Any], scale: Any) -> list[list[Any]]:
@@ -458,215 +429,6 @@ def relu_sum(m: Any, fragment: list[Any], weight: list[list[Any]], first: int) -
     return sums
 
 
-@dataclasses.dataclass(frozen=True)
-class Select:
-    """Shapes of a selection. k: entries to choose; blocks: candidate blocks to make, or 0; candidates as in `Scan`."""
-
-    k: int
-    entries: int
-    candidates: int
-    blocks: int
-
-    @property
-    def per_thread(self) -> int:
-        return best_columns(self.entries) // SELECT_THREADS
-
-
-def select(m: Any, s: Select, memory: Sequence[Any], shared: dict[str, Any]) -> None:
-    """One block: one row of `best` [T, groups] and `score` [T, entries] -> chosen [T, k], blocks [T, s.blocks]."""
-    best, score, reachable, candidates, chosen, *blocks = memory
-    thread, row = m.thread(), m.block()
-    own = s.per_thread
-    reach = reachable.load(row)
-    groups = best.row(row, best_columns(s.entries))
-    start = thread * own
-    maxima = [x for i in range(own // 4) for x in groups.load4(start + 4 * i)]
-    if s.candidates:
-        own_candidates = candidates.row(row, s.candidates)
-        last = s.candidates - 1
-        usable = [
-            ((start + i) < s.candidates) & (own_candidates.load((start + i).at_most(last)) > -1) for i in range(own)
-        ]
-    else:
-        usable = [((start + i) * GROUP) < reach.at_most(s.entries) for i in range(own)]
-    keys = [m.select(u, ordered(m, m.as_bits(x)), m.integer(NOTHING)) for u, x in zip(usable, maxima)]
-
-    picked = shared["picked"]
-    m.store_shared(picked + thread * 4, m.integer(-1))
-    m.sync()
-    for i, take, place in _choose(m, keys, s.k, shared):
-        with m.when(take):
-            m.store_shared(picked + place * 4, start + i)
-    m.sync()
-    group = m.load_shared(picked + thread * 4)
-    safe = group.at_least(0)
-    values = score.row(row, s.entries)
-    entries = [x for i in range(2) for x in values.load4(safe * GROUP + 4 * i)]
-    found = [m.select(group > -1, ordered(m, m.as_bits(x)), m.integer(NOTHING)) for x in entries]
-    first = (own_candidates.load(safe) if s.candidates else safe) * GROUP
-    out = chosen.row(row, s.k)
-    _fill(m, out, s.k, thread)
-    for i, take, place in _choose(m, found, s.k, shared):
-        with m.when(take):
-            out.store(place, first + i)
-    if s.blocks:
-        # The block of the last reachable entry is always kept (numerics 8.7).
-        pinned = (reach - 1).sign_fill() | ((reach - 1).at_least(0) >> 3)
-        keys = [m.select(pinned.equals(start + i), m.integer(2**31 - 1), key) for i, key in enumerate(keys)]
-        out = blocks[0].row(row, s.blocks)
-        _fill(m, out, s.blocks, thread)
-        for i, take, place in _choose(m, keys, s.blocks, shared):
-            with m.when(take):
-                out.store(place, start + i)
-
-
-def _fill(m: Any, out: Any, size: int, thread: Any) -> None:
-    for turn in range(-(-size // SELECT_THREADS)):
-        at = thread + turn * SELECT_THREADS
-        with m.when(at < size):
-            out.store(at, m.integer(-1))
-    # The barriers of `_choose` order this before the entries.
-
-
-def _choose(m: Any, keys: list[Any], k: int, shared: Any) -> list[tuple[int, Any, Any]]:
-    """(i, taken, place among the taken) of each of the thread's keys; thread after thread is ascending.
-
-    The k largest above -inf, the earlier of equal ones; places ascend with the index.
-    """
-    thread = m.thread()
-    zero, one = m.integer(0), m.integer(1)
-    # Of each thread the largest of every `width`: k or more, of which the least is a floor of the k-th largest.
-    width = len(keys) // -(-k // SELECT_THREADS)
-    heads = [functools.reduce(lambda a, b: a.at_least(b), keys[i : i + width]) for i in range(0, len(keys), width)]
-    smallest, largest = (functools.reduce(f, heads) for f in (lambda a, b: a.at_most(b), lambda a, b: a.at_least(b)))
-    floor, top = _block_bounds(m, smallest, largest, shared["scratch"])
-    floor, top = floor.at_least(LOWEST), top.at_least(LOWEST)
-    counts, result = shared["counts"], shared["result"]
-
-    def narrow(carry: list[Any]) -> list[Any]:
-        """From the keys in [low, low + span) the bin of the `left`-th largest, one of at most 512."""
-        low, span, left, _ = carry
-        shift = (m.integer(32 - BIN_BITS) - m.leading_zeros(span - 1)).at_least(0)
-        m.store_shared(counts + thread * 4, zero)
-        m.sync()
-        for key in keys:
-            distance = key - low
-            m.count_shared(counts + ((distance >> shift) << 2), distance.below(span))
-        m.sync()
-        number = m.integer(SELECT_THREADS - 1) - thread
-        own = m.load_shared(counts + number * 4)
-        before, total = _block_scan(m, own, shared["scratch"])
-        with m.when((before < left) & ((before + own) >= left)):
-            m.store_shared(result, low + (number << shift))
-            m.store_shared(result, left - before, 4)
-            m.store_shared(result, m.flag(shift.equals(0) | own.equals(left - before)), 8)
-        m.sync()
-        found, rest, done, _ = m.load_shared4(result)
-        # Fewer keys than k, only in the first round: all are taken.
-        few = total < left
-        return [
-            m.select(few, m.integer(LOWEST), found), one << shift, rest, m.select(few | done.equals(1), zero, one),
-        ]  # fmt: skip
-
-    low, span = floor, top - floor + 1
-    bound, *_ = m.repeat([low, span, m.integer(k), one], lambda c: c[3].equals(1), narrow)
-    above = [m.flag(key > bound) for key in keys]
-    equal = [m.flag(key.equals(bound)) for key in keys]
-    packed = functools.reduce(lambda a, b: a + b, [a + (e << 16) for a, e in zip(above, equal)])
-    before, total = _block_scan(m, packed, shared["scratch"])
-    need = m.integer(k) - (total & 0xFFFF)
-    above_before, equal_before = before & 0xFFFF, before >> 16
-    out = []
-    for i, key in enumerate(keys):
-        take = (key > bound) | (key.equals(bound) & (equal_before < need))
-        out.append((i, take, above_before + equal_before.at_most(need)))
-        above_before, equal_before = above_before + above[i], equal_before + equal[i]
-    return out
-
-
-WARPS = SELECT_THREADS // lanes.WARP
-
-
-def _gather_warps(m: Any, value: Any, address: Any, last_lane: int) -> list[Any]:
-    """The value of every warp's lane `last_lane`, in all threads."""
-    thread = m.thread()
-    with m.when((thread & 31).equals(last_lane)):
-        m.store_shared(address + (thread >> 5) * 4, value)
-    m.sync()
-    return [x for i in range(WARPS // 4) for x in m.load_shared4(address, 16 * i)]
-
-
-def _block_bounds(m: Any, smallest: Any, largest: Any, address: Any) -> tuple[Any, Any]:
-    """Least of `smallest` and largest of `largest` over the block's threads."""
-    thread = m.thread()
-    smallest, largest = m.warp_min(smallest), m.warp_max(largest)
-    m.sync()  # of what was in `address` before
-    with m.when((thread & 31).equals(0)):
-        m.store_shared(address + (thread >> 5) * 4, smallest)
-        m.store_shared(address + (thread >> 5) * 4, largest, 4 * WARPS)
-    m.sync()
-    read = [m.load_shared4(address, 16 * i) for i in range(WARPS // 2)]
-    half = WARPS // 4
-    low = functools.reduce(lambda a, b: a.at_most(b), [x for part in read[:half] for x in part])
-    high = functools.reduce(lambda a, b: a.at_least(b), [x for part in read[half:] for x in part])
-    return low, high
-
-
-def _block_scan(m: Any, value: Any, address: Any) -> tuple[Any, Any]:
-    """(sum over the threads before this one, sum over all)."""
-    thread = m.thread()
-    lane, warp = thread & 31, thread >> 5
-    running = value
-    for distance in (1, 2, 4, 8, 16):
-        below = m.from_below(running, distance)
-        running = running + m.select(lane >= distance, below, m.integer(0))
-    zero = m.integer(0)
-    sums = _gather_warps(m, running, address, 31)
-    before = functools.reduce(lambda a, b: a + b, [m.select(warp > i, x, zero) for i, x in enumerate(sums)])
-    return before + running - value, functools.reduce(lambda a, b: a + b, sums)
-
-
-def _call(
-    body: Any, name: str, out_type: Any, scratch: dict[str, int], blocks: int, threads: int, *arguments: Array
-) -> Any:
-    """Launches body(machine, addresses of arguments and outputs, addresses in shared memory) on a grid of blocks.
-
-    scratch: bytes by name, laid out one after the other at multiples of 16.
-    """
-    arrays = (*arguments, *out_type)
-    places = placed(scratch)
-
-    def kernel_body(*references: Any) -> None:
-        def emit(_: Any, *refs: Any) -> None:
-            memory = [lanes.global_memory(r, real=a.dtype == jnp.float32) for r, a in zip(refs, arrays)]
-            start = lanes.shared_address(refs[-1])
-            body(lanes.Lanes(threads), memory, {key: start + at for key, at in places.items()})
-
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))(emit)(*references)
-
-    kernel_body.__name__ = name
-    kernel = plgpu.kernel(
-        kernel_body,
-        out_type=out_type,
-        scratch_types=[plgpu.SMEM((places["end"],), jnp.uint8)],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=threads // 128,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )
-    return kernel(*arguments)
-
-
-def placed(sizes: dict[str, int]) -> dict[str, int]:
-    """Offsets of blocks of these sizes, and "end"."""
-    places, at = {}, 0
-    for key, size in (*sizes.items(), ("end", 0)):
-        places[key] = at
-        at += -(-size // 16) * 16
-    return places
-
-
 def _scan_call(
     s: Scan, query: Array, weights: Array, pool: Array, table: Array, sequence: Array, reachable: Array,
     candidates: Array | None,
@@ -687,23 +449,8 @@ def _scan_call(
     ]
     arguments = (query, weights, pool, table, sequence, reachable, reachable if candidates is None else candidates)
     blocks = groups * splits
-    score, best = _call(body, "index_scan", out, s.shared_bytes, blocks, 128 * s.warpgroups, *arguments)
+    score, best = launch.run(body, "index_scan", out, s.shared_bytes, blocks, THREADS, *arguments)
     return score, best
-
-
-def _select_call(
-    s: Select, best: Array, score: Array, reachable: Array, candidates: Array | None
-) -> tuple[Array, Array | None]:
-    total = score.shape[0]
-    scratch = {"picked": 4 * SELECT_THREADS, "counts": 4 * SELECT_THREADS, "scratch": 8 * WARPS, "result": 16}
-
-    def body(m: Any, memory: list[Any], shared: dict[str, Any]) -> None:
-        select(m, s, memory, shared)
-
-    out = [jax.ShapeDtypeStruct((total, size), jnp.int32) for size in (s.k, s.blocks) if size]
-    arguments = (best, score, reachable, reachable if candidates is None else candidates)
-    chosen, *blocks = _call(body, "index_select", out, scratch, total, SELECT_THREADS, *arguments)
-    return chosen, blocks[0] if blocks else None
 
 
 def arranged(query: Array, weights: Array, kind: str) -> tuple[Array, Array]:
@@ -743,14 +490,12 @@ def index_topk(
     if capacity <= k and not (make_candidates and top_blocks * size < capacity):
         return reference.all_entries(reachable, k), None
 
-    together = 1 if candidates is not None else max(r for r in range(1, tuning.rows + 1) if rows.tile % r == 0)
-    kind = tuning.kind if together == 1 else "bf16"
+    together = 1 if candidates is not None else math.gcd(rows.tile, tuning.rows)
     columns = 0 if candidates is None else candidates.shape[-1]
     entries = -(-(columns * GROUP or capacity) // UNIT) * UNIT
     s = Scan(
         rows=together,
         heads=heads,
-        kind=kind,
         stages=tuning.stages,
         units=tuning.units,
         entries=entries,
@@ -759,26 +504,33 @@ def index_topk(
         per_block=per_block,
         rows_per_block=layout.rows_per_block,
         first=layout.source_offset[source],
-        warpgroups=tuning.warpgroups,
     )
     chosen_by = Select(k, entries, columns, top_blocks if make_candidates else 0)
-    q, w = arranged(query, weights, kind)
+    q, w = arranged(query, weights, s.kind)
+
+    # Mosaic GPU refuses operands that do not begin at a multiple of 256 bytes, and XLA gives it slices in place. These
+    # two are slices of the plan of a step; what is computed has a buffer of its own.
+    table, sequence = jnp.maximum(rows.block_table, 0), jnp.maximum(rows.sequence, 0)
 
     def some(x: tuple[Array, ...]) -> tuple[Array, Array | None]:
         q, w, sequence, reach, *cand = x
         own = cand[0] if cand else None
-        score, best = _scan_call(s, q, w, pool, rows.block_table, sequence, reach, own)
-        return _select_call(chosen_by, best, score, reach, own)
+        score, best = _scan_call(s, q, w, pool, table, sequence, reach, own)
+        return chosen_entries(chosen_by, best, score, reach, own)
 
-    xs = (q, w, rows.sequence, reachable, *(() if candidates is None else (candidates,)))
-    tiles = rows.num_rows // together
-    fitting = max(1, tuning.score_bytes // (4 * entries * together))
-    turns = next(t for t in range(1, tiles + 1) if tiles % t == 0 and tiles // t <= fitting)
+    xs = (q, w, sequence, reachable, *(() if candidates is None else (candidates,)))
+    total = rows.num_rows
+    fitting = max(TURN, tuning.score_bytes // (4 * entries * TURN) * TURN)
+    turns = -(-total // fitting)
     if turns == 1:
         return some(xs)
-    parts = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), xs)
-    out = lax.map(some, parts)
-    return jax.tree.map(lambda x: x.reshape(rows.num_rows, -1), out)
+    each = -(-total // (turns * TURN)) * TURN
+    even = total // each * each  # rows of whole turns
+    out = lax.map(some, jax.tree.map(lambda x: x[:even].reshape(-1, each, *x.shape[1:]), xs))
+    parts = [jax.tree.map(lambda x: x.reshape(even, -1), out)]
+    if even < total:
+        parts.append(some(jax.tree.map(lambda x: x[even:], xs)))
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def unsupported(query: Array, rows: Rows, layout: CacheLayout, source: int) -> str | None:

@@ -1,8 +1,9 @@
 """Time of sparse attention beside XLA's: `python -m kernels_pallas.sparse_attention.bench [--json]`.
 
-Random records in the released shapes; two selections take turns, together larger than the L2 cache. Calls are enqueued
-back to back inside one program, each on the result of the one before. Where the records of a selection are is worked
-out once per program, as the layers of a model share it; "plan" is its time. No library reads these records.
+Random records in the released shapes; two selections, each in a layer of its own, take turns, together larger than the
+L2 cache. Calls are enqueued back to back inside one program, each on the result of the one before. Where the records of
+a selection are is worked out once per program, as the layers of a model share it; "plan" is its time. No library reads
+these records.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def inputs(work: Workload) -> tuple[CacheLayout, Rows, dict[str, Any]]:
     arrays = {
         "query": jax.random.normal(keys[2], (work.rows, 64, 512), jnp.bfloat16),
         "step_kv": jax.random.normal(keys[3], (work.rows, 512), jnp.bfloat16),
-        "ring": stored(keys[4], layout.formats.window, sequences, config.window_ring),
+        "window": stored(keys[4], layout.formats.window, SELECTIONS, sequences, config.window_ring),
         "pool": stored(keys[5], layout.formats.compressed, BLOCKS, layout.rows_per_block) if work.entries else None,
         "selected": jnp.sort(selected[..., : work.entries], axis=-1) if work.entries else None,
-        "sink": jax.random.normal(keys[6], (64,)),
+        "sink": jax.random.normal(keys[6], (SELECTIONS, 64)),
         "cos_sin": rotation(config, True, rows.position),
     }
     return layout, rows, jax.block_until_ready(arrays)
@@ -101,9 +102,9 @@ def measure(work: Workload) -> dict[str, Any]:
     def many(implementation: str, calls: int) -> Callable[..., Array]:
         def call(query: Array, a: dict[str, Any], turn: int) -> Array:
             selected = None if a["selected"] is None else a["selected"][turn]
-            rest = (a["step_kv"], a["ring"], a["pool"], selected, a["sink"], a["cos_sin"], rows, layout)
+            rest = (a["step_kv"], a["window"], a["pool"], selected, a["sink"], a["cos_sin"], rows, layout)
             scale = layout.config.head_dim**-0.5
-            return api.sparse_attention(query, *rest, source=source, scale=scale, implementation=implementation)
+            return api.sparse_attention(turn, query, *rest, source=source, scale=scale, implementation=implementation)
 
         @jax.jit
         def run(a: dict[str, Any]) -> Array:
@@ -127,7 +128,7 @@ def measure(work: Workload) -> dict[str, Any]:
         def plans(a: dict[str, Any]) -> Array:
             def body(_: int, shift: Array) -> Array:
                 selected = a["selected"][0] + shift
-                made = plan(rows, layout, selected, source, ring_slots=a["ring"].shape[0])
+                made = plan(rows, layout, selected, source, ring_slots=a["window"].shape[1])
                 return jnp.minimum(lax.optimization_barrier(made)[1][0], 0)
 
             return lax.fori_loop(0, 20, body, jnp.int32(0))

@@ -39,6 +39,9 @@ UNIT = (32, 9)  # words of values, and of scales and a mask, that a thread reads
 SHRINK = 40
 MATRICES = lane_code.MATRICES  # of 128 columns hold 512 channels
 LOG2E = math.log2(math.e)
+# Mosaic GPU refuses operands that do not begin at a multiple of 256 bytes, and XLA gives it slices in place. So stacks
+# come whole, and the number of the layer, which is a slice where layers are scanned, comes so often as to fill 256.
+LAYER_COPIES = 64
 NONE = np.uint32(0xFFFFFFFF)
 SIGNS = np.uint32(0x80008000)  # of a pair of bfloat16
 
@@ -105,18 +108,24 @@ def expand_compressed(lanes: Any, refs: Sequence[Any], scalars: Sequence[Any], w
             lanes.store_matrix(tile, at, c, pairs)
 
 
-def gather_window(lanes: Any, refs: Sequence[Any], ring_records: int, words: Sequence[Any], *_: Any) -> list[list[Any]]:
-    """Reads the records of 32 entries: 32 threads take one, each 16 bytes of values and a scale of the 528."""
-    (ring, *fresh), (entries,) = refs, words
+def gather_window(
+    lanes: Any, refs: Sequence[Any], scalars: Sequence[Any], words: Sequence[Any], ring_records: int
+) -> list[list[Any]]:
+    """Reads the records of 32 entries: 32 threads take one, each 16 bytes of values and a scale of the 528.
+
+    The layer has `ring_records` records, behind `before` of other layers.
+    """
+    (window, *fresh), (before,), (entries,) = refs, scalars, words
     piece, half = lanes.thread & 15, (lanes.thread >> 4) & 1
     values, scales, mask = [], [], lanes.thread & 0
+    own = lanes.where(lanes.negative(entries[0]), entries[0], entries[0] + before)
     for step in range(8):
-        entry, mask = note(lanes, lanes.pick(entries[0], (lanes.thread >> 5) + 4 * step), mask, step)
-        source = ring
-        if fresh:  # entries after those of the ring are records of this step
-            old = lanes.less(entry, ring_records)
-            source = (old, ring, fresh[0])
-            entry = lanes.where(old, entry, entry + np.uint32(-ring_records & 0xFFFFFFFF))
+        entry, mask = note(lanes, lanes.pick(own, (lanes.thread >> 5) + 4 * step), mask, step)
+        source = window
+        if fresh:  # entries after those of the layer are records of this step
+            old = lanes.less(entry, before + ring_records)
+            source = (old, window, fresh[0])
+            entry = lanes.where(old, entry, entry + (before + ring_records) * NONE)
         values += lanes.load(source, entry, piece * 32 + half * 16, 4)
         scales.append(lanes.load_part(source, entry, piece + CHANNELS, 8))
     return [values, [*scales, mask]]
@@ -160,7 +169,7 @@ def fetch_ahead(
     lanes: Any, refs: Sequence[Any], scalars: Sequence[Any], window: int, keys: int, ring_records: int, records: bool
 ) -> None:
     """Half of a row's query and records into the L2 cache; keys of the index, the first `window` of the ring."""
-    (query, index, ring, *others), (row, half) = refs, scalars
+    (query, index, rings, *others), (row, half, before) = refs, scalars
     lanes.prefetch(query, row * HEADS + half * 32 + (lanes.thread >> 2), (lanes.thread & 3) * 256, 256)
     if not records:
         return
@@ -169,7 +178,8 @@ def fetch_ahead(
     entries = [lanes.load(index, row, key * 4, 1)[0] for key in numbers]
     for key, entry in zip(numbers, entries, strict=True):
         near = lanes.less(key, window)
-        lanes.prefetch(ring, entry, 0, 528, lanes.less(lanes.where(near, entry, NONE), ring_records))
+        own = lanes.less(lanes.where(near, entry, NONE), ring_records)
+        lanes.prefetch(rings, entry + before, 0, 528, own)
         if others:
             lanes.prefetch(others[-1], entry, 0, 288, lanes.less(lanes.where(near, NONE, entry), 1 << 31))
 
@@ -223,7 +233,8 @@ def attend(
     query: Array,
     index: Array,
     tiles: Array,
-    ring: Array,
+    layer: Array,
+    window: Array,
     fresh: Array | None,
     pool: Array | None,
     sink: Array,
@@ -237,21 +248,21 @@ def attend(
 ) -> Array:
     """[T, 64, 512] bfloat16.
 
-    query [T, 64, 512] bfloat16; index int32 [T, n], n a multiple of 64: records of the ring and of `fresh` behind it in
-    the first 64 `window_tiles` places, of the pool in the others, -1 = none; tiles int32 [T], how many tiles of a row
-    are taken, 0 as one; ring uint8 [..., 528], fresh uint8 [rows, 528] or None, pool uint8 [..., 288] or None; sink
-    fp32 [64]; cos, sin fp32 [T, 32].
+    query [T, 64, 512] bfloat16; index int32 [T, n], n a multiple of 64: records of the layer in `window` and of `fresh`
+    behind them in the first 64 `window_tiles` places, of the pool in the others, -1 = none; tiles int32 [T], how many
+    tiles of a row are taken, 0 as one; layer int32 [LAYER_COPIES], all the same; window uint8 [layers, ..., 528], fresh
+    uint8 [rows, 528] or None, pool uint8 [..., 288] or None; sink fp32 [layers, 64]; cos, sin fp32 [T, 32].
     """
     rows = query.shape[0]
     blocks = min(config.blocks, rows)
-    ring_records = math.prod(ring.shape[:-1])
+    ring_records = math.prod(window.shape[1:-1])
     factor = scale * LOG2E * 2.0**SHRINK
     simulated = interpret is not None
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def body(*refs: Any) -> None:
-        (query_ref, index_ref, tiles_ref, ring_ref, *optional, sink_ref, cos_ref, sin_ref, out_ref, q, k, p) = refs[:-7]
-        alpha_ref, norm_ref, full, ready, free, normed, taken = refs[-7:]
+        query_ref, index_ref, tiles_ref, layer_ref, window_ref, *optional, sink_ref, cos_ref, sin_ref = refs[:-11]
+        out_ref, q, k, p, alpha_ref, norm_ref, full, ready, free, normed, taken = refs[-11:]
         fresh_refs = optional[:1] if fresh is not None else []
         pool_refs = optional[-1:] if pool is not None else []
         block, group = lax.axis_index("block"), lax.axis_index("group")
@@ -280,7 +291,7 @@ def attend(
         @pl.when(group == 0)
         def _scores() -> None:
             plgpu.set_max_registers(config.registers[0], action="decrease")
-            first = plgpu.load(sink_ref, layout=row_layout, optimized=False) * LOG2E
+            first = plgpu.load(sink_ref.at[layer_ref[0]], layout=row_layout, optimized=False) * LOG2E
 
             def one_row(i: Array, row: Array, count: Array, done: Array) -> Array:
                 run(load_query, (query_ref, q), scalars=(row,))
@@ -350,7 +361,8 @@ def attend(
             def one_row(_i: Array, row: Array, count: Array, done: Array) -> Array:
                 @pl.when(row + blocks < rows)
                 def _fetch() -> None:
-                    run(ahead, (query_ref, index_ref, ring_ref, *pool_refs), scalars=(row + blocks, half))
+                    before = layer_ref[0] * ring_records if config.records_ahead else 0
+                    run(ahead, (query_ref, index_ref, window_ref, *pool_refs), scalars=(row + blocks, half, before))
 
                 def one_tile(_: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                     left, right, done = carry
@@ -381,6 +393,7 @@ def attend(
         @pl.when(group == 3)
         def _producer() -> None:
             plgpu.set_max_registers(config.registers[2], action="decrease")
+            before = layer_ref[0] * ring_records
 
             def entries_of(row: Array, unit: Array) -> Array:
                 first = jnp.where(unit < 2 * window_tiles, unit * (KEYS // 2), (unit - window_tiles) * KEYS)
@@ -389,11 +402,12 @@ def attend(
             def fetch(lanes: Any, refs: Any, scalars: Any, *_: Any) -> list[list[Any]]:
                 return fetch_entries(lanes, refs, scalars, index.shape[1])
 
-            def from_window(lanes: Any, refs: Any, _: Any, words: Any, *__: Any) -> Any:
-                return gather_window(lanes, refs, ring_records, words)
+            def from_window(lanes: Any, refs: Any, scalars: Any, words: Any, _: Any) -> Any:
+                return gather_window(lanes, refs, scalars, words, ring_records)
 
             def gather(unit: Array, entries: Array) -> list[Array]:
-                near = partial(run, from_window, (ring_ref, *fresh_refs), words=(entries,), results=UNIT)
+                refs = (window_ref, *fresh_refs)
+                near = partial(run, from_window, refs, scalars=(before,), words=(entries,), results=UNIT)
                 if not pool_refs:
                     return near()
                 far = partial(run, gather_compressed, pool_refs, words=(entries,), results=UNIT)
@@ -468,16 +482,17 @@ def attend(
         interpret=interpret,
     )
     optional = [x for x in (fresh, pool) if x is not None]
-    return kernel(query, index, tiles, ring, *optional, sink, cos, sin)
+    return kernel(query, index, tiles, layer, window, *optional, sink, cos, sin)
 
 
 # --- the operation ----------------------------------------------------------------------------------------------------
 
 
 def sparse_attention(
+    layer: Array | int,
     query: Array,
     step_kv: Array,
-    ring: Array,
+    window: Array,
     pool: Array | None,
     selected: Array | None,
     sink: Array,
@@ -492,15 +507,17 @@ def sparse_attention(
 ) -> Array:
     """See `api.sparse_attention`; `api.unsupported` says what it takes. Rows that are not valid come out as zeros.
 
-    What the records of a key are is the same for all layers that share a selection: XLA moves `plan` out of their loop.
+    Where the keys of a row are is the same for all layers that share a selection, counted from the layer's first
+    record: XLA moves `plan` out of their loop.
     """
     fresh = None if rows.decode else layout.formats.window.encode(step_kv)
-    index, tiles = plan(rows, layout, selected, source, ring_slots=ring.shape[0])
+    index, tiles = plan(rows, layout, selected, source, ring_slots=window.shape[1])
     return attend(
         query,
         index,
         tiles,
-        ring,
+        jnp.full(LAYER_COPIES, layer, jnp.int32),
+        window,
         fresh,
         pool,
         sink,

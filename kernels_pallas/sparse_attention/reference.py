@@ -44,9 +44,10 @@ def attend(
 
 
 def sparse_attention(
+    layer: Array | int,
     query: Array,
     step_kv: Array,
-    ring: Array,
+    window: Array,
     pool: Array | None,
     selected: Array | None,
     sink: Array,
@@ -60,6 +61,7 @@ def sparse_attention(
     """See `api.sparse_attention`."""
     window_rows, ring_rows, tile = layout.config.sliding_window, layout.config.window_ring, rows.tile
     heads, dim = query.shape[1:]
+    sink = sink[layer]
     formats, dtype = layout.formats, query.dtype
     top_k = 0 if selected is None else selected.shape[-1]
     if pool is not None:
@@ -70,7 +72,7 @@ def sparse_attention(
         sequence = sequence[0]
         # The tile's rows are consecutive, so their windows together are one span that ends with the last row.
         span = position[0] - (window_rows - 1) + jnp.arange(window_rows + tile - 1, dtype=jnp.int32)
-        keys = formats.window.decode(ring[rows.slot[sequence], span % ring_rows]).astype(dtype)
+        keys = formats.window.decode(window[layer, rows.slot[sequence], span % ring_rows]).astype(dtype)
         if not rows.decode:  # rows of this step are not in the ring yet: prefill reads history before it stores
             fresh = step_kv[rows.row_of(span, sequence)]
             keys = jnp.where((span >= rows.start[sequence])[:, None], fresh, keys)

@@ -31,7 +31,8 @@ from scripts.train_demo.attention import TrainingAttention, entries, select_entr
 Params = dict[str, Array]
 PART_BYTES = 15 * 2**20  # of one file that travels
 
-TRAINING_KERNELS = KernelChoice(overrides=(("expert_ffn", "dense"),))
+# Kernels have no gradients.
+TRAINING_KERNELS = KernelChoice(overrides=(("expert_ffn", "dense"), ("hyper_connections", "reference")))
 
 
 class TrainingTransformer(Transformer):

@@ -42,8 +42,23 @@ def run(
 ) -> Array:
     cos_sin = rotation(layout.config, True, rows.position)
     options = {"source": source, "scale": SCALE}
+    # The middle one of three layers; what others store is poison.
+    stacks = [
+        jnp.stack([jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else 255), x, x[::-1]]) for x in (ring, sink)
+    ]
     return api.sparse_attention(
-        query, kv, ring, pool, selected, sink, cos_sin, rows, layout, **options, implementation=implementation
+        jnp.int32(1),
+        query,
+        kv,
+        stacks[0],
+        pool,
+        selected,
+        stacks[1],
+        cos_sin,
+        rows,
+        layout,
+        **options,
+        implementation=implementation,
     )
 
 

@@ -194,12 +194,13 @@ def _sparse_attention(step: Step, state: EngineState, layout: CacheLayout) -> An
 
         def layer(number: Array, query: Array) -> Array:
             return sparse_attention.sparse_attention(
+                number,
                 query,
                 kv,
-                state.window[number],
+                state.window,
                 None if selected is None else state.compressed,
                 selected,
-                model.layers.attn.attn_sink[number],
+                model.layers.attn.attn_sink[...],
                 angles[plan.ratio > 0],
                 span.rows,
                 layout,

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from kernels_pallas.index_topk.mosaic_gpu_sm90 import placed
+from kernels_pallas.index_topk.launch import placed
 
 CANARY = 0x7FABCDEF
 # By bits: in the threads that run callbacks XLA has subnormal operands taken as zero.
@@ -199,9 +199,6 @@ class Machine:
     def warp_min(self, x: Scalar) -> Scalar:
         return self._reduce(x, np.minimum)
 
-    def sync_warp(self) -> None:
-        pass
-
     def sync(self) -> None:
         assert self.mask.all() or not self.mask.any(), "a barrier that some threads do not reach"
 
@@ -233,9 +230,6 @@ class Machine:
         at = self._word(address, 0, 4)
         for i, value in enumerate(values):
             self.shared.view(np.int32)[(at + i)[self.mask]] = value.value.view(np.int32)[self.mask]
-
-    def sync_group(self, group: Scalar) -> None:
-        pass
 
     def count_shared(self, address: Scalar, condition: Scalar) -> None:
         at = self._word(address, 0)
@@ -345,7 +339,7 @@ def halves(words: np.ndarray, dtype: Any) -> np.ndarray:
 def launch(
     body: Any, name: str, out_type: Any, scratch: Any, blocks: int, threads: int, *arguments: Any
 ) -> list[jax.Array]:
-    """In place of `mosaic_gpu_sm90._call`: every block by itself, outputs NaN or -77 before."""
+    """In place of `launch.run`: every block by itself, outputs NaN or -77 before."""
 
     def run(*arrays: Any) -> list[np.ndarray]:
         out = [np.full(o.shape, np.nan if o.dtype == np.float32 else -77, o.dtype) for o in out_type]

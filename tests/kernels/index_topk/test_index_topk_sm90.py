@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,19 +18,21 @@ from golden_model import REAL, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
+from mosaic_operands import misaligned
 from paged import Piece, rows_of
 
 from di_jax.model.cache import CacheLayout
 from di_jax.model.quantization import CacheFormats, fake_quantize
 from kernels_pallas.hopper import UnsupportedShape, unavailable
-from kernels_pallas.index_topk import api, reference
+from kernels_pallas.index_topk import api, launch, reference, selection
 from kernels_pallas.index_topk import mosaic_gpu_sm90 as kernel
 from kernels_pallas.index_topk.config import Tuning, tuned
 
 QUANTIZED = CacheFormats.quantized()
 ON_HOPPER = unavailable() is None
 POOL = 24
-LAUNCH = kernel._call
+LAUNCH = launch.run
+RESULTS = Path(__file__).parents[3] / "scripts" / "results" / "kernel-index-topk-nvidia-h200.json"
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +40,7 @@ def machine() -> Iterator[None]:
     """Launches run in lock step where no Hopper GPU is."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_HOPPER:
-            patch.setattr(kernel, "_call", lockstep.launch)
+            patch.setattr(launch, "run", lockstep.launch)
         yield
 
 
@@ -47,7 +51,8 @@ def blocks_of(seed: int, count: int = 16) -> list[int]:
 # Blocks of 32 positions. Rows at the start, at block and unit borders, and at the end of what the table holds.
 DECODE = [Piece(p, 1, 0, blocks_of(p)) for p in (0, 30, 255, 256, 500, 511)]
 PREFILL = [Piece(0, 11, 1, blocks_of(1)), Piece(380, 20, 0, blocks_of(2))]
-STEPS = {"decode": (DECODE, 1), "prefill": (PREFILL, 8)}
+MANY = [Piece(p, 1, 0, blocks_of(p, 4)) for p in range(30, 30 + 70)]
+STEPS = {"decode": (DECODE, 1), "prefill": (PREFILL, 8), "many": (MANY, 1)}
 
 
 class Case:
@@ -97,10 +102,9 @@ def check(case: Case, tuning: Tuning) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [0, 2])
-@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
-def test_decode_equals_the_reference(kind: str, source: int) -> None:
+def test_decode_equals_the_reference(source: int) -> None:
     """Ratios 2 and 1: 8 and 4 pool blocks in a unit of keys. Two units a block of threads, so that splits meet."""
-    check(Case("decode", source), Tuning(kind=kind, stages=2, units=2))
+    check(Case("decode", source), Tuning(stages=2, units=2))
 
 
 @pytest.mark.parametrize(
@@ -111,10 +115,10 @@ def test_prefill_equals_the_reference(together: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
-def test_arbitrary_values(kind: str) -> None:
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_arbitrary_values(step: str) -> None:
     """32 heads; scales of all groups differ. The choice is the same unless two scores are within rounding."""
-    check(Case("decode", 2, heads=32, integers=False), Tuning(kind=kind))
+    check(Case(step, 2, heads=32, integers=False), Tuning())
 
 
 @pytest.mark.slow
@@ -132,10 +136,45 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.slow
 def test_more_rows_than_scores_fit_go_in_turns() -> None:
-    case = Case("decode", 2)
-    whole, _ = case.run(partial(kernel.index_topk, tuning=Tuning()))
-    turns, _ = case.run(partial(kernel.index_topk, tuning=Tuning(score_bytes=1)))
+    """64 rows at least, and the 6 that are left."""
+    case = Case("many", 2)
+    whole, blocks = case.run(partial(kernel.index_topk, tuning=Tuning()), make_candidates=True)
+    turns, by_turns = case.run(partial(kernel.index_topk, tuning=Tuning(score_bytes=1)), make_candidates=True)
     np.testing.assert_array_equal(turns, whole)
+    assert blocks is not None and by_turns is not None
+    np.testing.assert_array_equal(by_turns, blocks)
+
+
+@pytest.mark.parametrize("score_bytes", [1, 2**29])
+def test_operands_begin_where_a_kernel_takes_them(monkeypatch: pytest.MonkeyPatch, score_bytes: int) -> None:
+    """The arrays of the rows are slices of one that the host sends, turns are slices of all rows."""
+    monkeypatch.setattr(launch, "run", LAUNCH)
+    case = Case("many", 2)
+    total, pages = case.rows.block_table.shape
+    shape: Any = jax.ShapeDtypeStruct
+
+    def step(plan: Array, query: Array, weights: Array, pool: Array, candidates: Array, guarded: bool = True) -> Any:
+        sequence, position, table = plan[3 : 3 + total], plan[3 + total : 3 + 2 * total], plan[3 + 2 * total :]
+        rows = dataclasses.replace(
+            case.rows, sequence=sequence, position=position, block_table=table.reshape(total, pages)
+        )
+        if not guarded:
+            return LAUNCH(lambda *_: None, "plain", [shape((total,), jnp.int32)], {}, 1, 128, rows.block_table)
+        run = partial(kernel.index_topk, query, weights, pool, rows, case.layout, source=2)
+        tuning = Tuning(score_bytes=score_bytes)
+        first = run(candidates=None, make_candidates=True, tuning=tuning)
+        return first, run(candidates=candidates, make_candidates=False, tuning=tuning)
+
+    arguments = (
+        shape((3 + total * (2 + pages),), jnp.int32),
+        shape((total, 8, 128), jnp.bfloat16),
+        shape((total, 8), jnp.float32),
+        shape(case.pool.shape, jnp.uint8),
+        shape((total, 6), jnp.int32),
+    )
+    kernels, found = misaligned(step, *arguments)
+    assert kernels == (4 if score_bytes > 1 else 8) and not found
+    assert misaligned(partial(step, guarded=False), *arguments)[1], "a table that is handed on as it is would be found"
 
 
 def test_nothing_to_choose_is_not_scored() -> None:
@@ -171,10 +210,10 @@ def test_selection_is_exact(values: list[float], reach: int, k: int, blocks: int
     entries = 640
     score = generator.choice(np.array(values, np.float32), (1, entries))
     score[:, reach:] = -np.inf
-    groups = np.full((1, kernel.best_columns(entries)), np.nan, np.float32)
+    groups = np.full((1, selection.best_columns(entries)), np.nan, np.float32)
     groups[:, : entries // 8] = score.reshape(1, -1, 8).max(-1)
-    s = kernel.Select(k, entries, 0, blocks)
-    chosen, made = kernel._select_call(s, jnp.asarray(groups), jnp.asarray(score), jnp.asarray([reach]), None)
+    s = selection.Select(k, entries, 0, blocks)
+    chosen, made = selection.chosen_entries(s, jnp.asarray(groups), jnp.asarray(score), jnp.asarray([reach]), None)
     np.testing.assert_array_equal(chosen, reference.best_entries(jnp.asarray(score), k))
     expected = reference.candidate_blocks(jnp.asarray(score), jnp.asarray([reach]), 8, blocks)
     np.testing.assert_array_equal(made, expected)
@@ -185,10 +224,10 @@ def test_selection_of_sorted_scores(order: int) -> None:
     """All of the best in neighbouring groups, in one thread or the last."""
     entries = 4096
     score = np.arange(entries, dtype=np.float32)[None, ::order].copy()
-    best = np.full((1, kernel.best_columns(entries)), np.nan, np.float32)
+    best = np.full((1, selection.best_columns(entries)), np.nan, np.float32)
     best[:, : entries // 8] = score.reshape(1, -1, 8).max(-1)
-    s = kernel.Select(512, entries, 0, 0)
-    chosen, _ = kernel._select_call(s, jnp.asarray(best), jnp.asarray(score), jnp.asarray([entries]), None)
+    s = selection.Select(512, entries, 0, 0)
+    chosen, _ = selection.chosen_entries(s, jnp.asarray(best), jnp.asarray(score), jnp.asarray([entries]), None)
     np.testing.assert_array_equal(chosen, reference.best_entries(jnp.asarray(score), 512))
 
 
@@ -217,7 +256,7 @@ def test_every_code_decodes_exactly() -> None:
 @pytest.mark.slow
 def test_released_shapes_lower_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode of 64 rows with 65,536 keys each, candidates made and used, without a GPU."""
-    monkeypatch.setattr(kernel, "_call", LAUNCH)
+    monkeypatch.setattr(launch, "run", LAUNCH)
     layout = CacheLayout(REAL, QUANTIZED, num_blocks=8, num_slots=4)
     rows, _ = rows_of([Piece(65_535, 1, 0, range(512))], tile=1, padding_tiles=1)
     abstract: Any = jax.ShapeDtypeStruct
@@ -260,6 +299,17 @@ def test_a_named_kernel_raises_where_it_cannot_run() -> None:
 
 def test_tuning() -> None:
     assert tuned("a device that nobody measured") == Tuning()
-    for changed in ({"kind": "int8"}, {"stages": 1}, {"units": 0}, {"warpgroups": 7}, {"rows": 0}):
+    assert tuned("NVIDIA H200") == Tuning(stages=3, units=16, rows=4)
+    for changed in ({"stages": 1}, {"units": 0}, {"rows": 3}):
         with pytest.raises(ValueError, match=next(iter(changed))):
-            Tuning(**changed)  # type: ignore[arg-type]
+            Tuning(**changed)
+
+
+def test_measurements_meet_the_first_target() -> None:
+    """64 rows, each with 65,536 keys of its own: 250 us. Nothing is faster than its floor."""
+    rows = {row["workload"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    decode = rows["decode, 64 rows x 65,536"]
+    assert decode["mosaic_gpu_sm90"]["us"] <= 250
+    for row in rows.values():
+        if "reference" in row:
+            assert row["floor_us"] < row["mosaic_gpu_sm90"]["us"] < row["reference"]["us"]

@@ -1,0 +1,6 @@
+"""Helpers of the kernel tests above this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
