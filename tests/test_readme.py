@@ -132,3 +132,27 @@ def test_the_speculation_tables_quote_the_committed_results() -> None:
             n, told = int(requests), [cell.strip().replace(",", "") for cell in cells.split("|")]
             want = [f"{speed[n, mode]:.0f}" for mode in ("none", "fixed", "varlen")]
             assert told == [*want, *(f"{ratio[n, 'varlen', other]:.2f}" for other in ("fixed", "none"))]
+
+
+def test_the_kernel_table_quotes_the_committed_results() -> None:
+    match = re.search(r"<!-- kernel table -->\n(.*?)<!-- end of kernel table -->", README, re.DOTALL)
+    assert match is not None
+    lines = re.findall(r"^\|(.+\d) \|$", match[1].replace(",", ""), re.MULTILINE)
+    quoted = [[cell.strip() for cell in line.split("|")[1:]] for line in lines]
+    want = []
+    for name, workload in (
+        ("sparse-attention", "decode, 256 rows"),
+        ("sparse-attention", "prefill, 8,192 rows"),
+        ("index-topk", "decode, 64 rows x 65,536"),
+        ("hyper-connections", "site, 256 rows"),
+    ):
+        path = ROOT / "scripts" / "results" / f"kernel-{name}-nvidia-h200.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        row = next(row for row in rows if row["workload"] == workload)
+        kernel = row["us"] if "us" in row else row["mosaic_gpu_sm90"]["us"]
+        want.append(
+            [f"{kernel:.1f}", f"{row['reference']['us']:.1f}" if "reference" in row else "", f"{row['floor_us']:.1f}"]
+        )
+        if "prefill" in workload:
+            assert f"{row['mosaic_gpu_sm90']['tflop_per_s']:.0f} TFLOP/s" in match[1]
+    assert quoted == want

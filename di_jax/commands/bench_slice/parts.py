@@ -151,17 +151,17 @@ def _projections(step: Step, state: EngineState, layout: CacheLayout) -> Any:
 
 
 def _hyper_connections(step: Step, state: EngineState, layout: CacheLayout) -> Any:
-    """Both sites of a layer: mixes, collapse and norm before the sublayer, expand after it."""
+    """Both sites of a layer as the model has them: the second with what the first's sublayer wrote, then that of the
+    second alone."""
     model, c, results = step.model, step.model.config, []
     w = model.layers
     for span in step.spans:
 
         def layer(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             streams, pre = carry
-            for site, norm in ((w.hc_attn, w.attn_norm), (w.hc_ffn, w.ffn_norm)):
-                x, pre, post, comb = site(number, streams, pre)
-                streams = site.expand(norm(x, number), streams, post, comb)
-            return streams, pre
+            streams, x, pre, post, comb = w.hc_attn.fused(number, None, streams, pre, w.attn_norm)
+            streams, x, pre, post, comb = w.hc_ffn.fused(number, (x, post, comb), streams, pre, w.ffn_norm)
+            return w.hc_ffn.expand(x, streams, post, comb), pre
 
         rows = span.rows.num_rows
         streams = step.random(rows, c.hc_mult, c.hidden_size)
