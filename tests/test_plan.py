@@ -154,7 +154,7 @@ def planned(golden: Path, *settings: str) -> tuple[plan.Planner, dict[str, dict[
     return planner, {n: dataclasses.asdict(planner.step_report(n, traced, seconds)) for n in planner.buckets}
 
 
-@pytest.mark.parametrize("way", ["probabilistic", "one_hot"])
+@pytest.mark.parametrize("way", ["probabilistic", pytest.param("one_hot", marks=pytest.mark.slow)])
 def test_a_plan_counts_the_draft(golden: Path, way: str) -> None:
     """Its weights, its state and its programs; a plan without drafts knows nothing of them."""
     plain, without = planned(golden)

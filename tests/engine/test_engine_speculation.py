@@ -245,6 +245,7 @@ def test_the_next_turn_goes_on_from_what_was_speculated(
     assert same(two.sequences[0], model.alone(turn, GREEDY))
 
 
+@pytest.mark.slow
 def test_a_snapshot_kept_late_is_seen(model: Speculating, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: of the snapshots that were taken because a step might cross, one of a step that came after."""
     model.truth = 1.0
@@ -346,6 +347,7 @@ def test_the_end_of_the_context_is_never_passed(model: Speculating) -> None:
 
 
 @SLOW
+@pytest.mark.slow
 def test_a_thousand_steps_compile_nothing(model: Speculating, patched: pytest.MonkeyPatch) -> None:
     """T20, with budgets that vary, pauses of drafting and all shapes."""
     model.truth = 0.5

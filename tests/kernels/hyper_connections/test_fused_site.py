@@ -110,6 +110,7 @@ def test_against_float64(run: Run, rows: int) -> None:
     check(run, inputs(rows, seed=rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", implementations()[:2])
 def test_large_and_vanishing_rows(run: Run) -> None:
     """Rows of zeros stay finite, and steep logits saturate as they should."""
@@ -120,6 +121,7 @@ def test_large_and_vanishing_rows(run: Run) -> None:
     check(run, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", implementations()[:2])
 def test_fn_is_not_rounded_to_bf16(run: Run) -> None:
     """The products are those of fp32: with fn rounded to bf16 the check above must fail."""
@@ -153,7 +155,9 @@ def abstract(rows: int, dim: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in inputs(rows, dim=dim).items()}
 
 
-@pytest.mark.parametrize("rows", [8, 256, 1024])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(8, marks=pytest.mark.slow), 256, pytest.param(1024, marks=pytest.mark.slow)]
+)
 def test_tuned_choices_lower(rows: int) -> None:
     """Layouts, types and shared memory of the measured choices are checked by the lowering, which needs no GPU."""
     tuning = tuning_for("NVIDIA H200", 5120, rows)

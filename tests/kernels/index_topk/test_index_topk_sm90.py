@@ -145,7 +145,7 @@ def test_more_rows_than_scores_fit_go_in_turns() -> None:
     np.testing.assert_array_equal(by_turns, blocks)
 
 
-@pytest.mark.parametrize("score_bytes", [1, 2**29])
+@pytest.mark.parametrize("score_bytes", [pytest.param(1, marks=pytest.mark.slow), 2**29])
 def test_operands_begin_where_a_kernel_takes_them(monkeypatch: pytest.MonkeyPatch, score_bytes: int) -> None:
     """The arrays of the rows are slices of one that the host sends, turns are slices of all rows."""
     monkeypatch.setattr(launch, "run", LAUNCH)

@@ -169,8 +169,8 @@ def attention_layers(case: Case, window_only: bool, implementation: str) -> tupl
     return layers, (weights, x, latent, None if window_only else jnp.asarray(case.selected), layout.abstract())
 
 
-@pytest.mark.parametrize("window_only", [False, True])
-@pytest.mark.parametrize("case", [decode, prefill])
+@pytest.mark.parametrize("window_only", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [decode, pytest.param(prefill, marks=pytest.mark.slow)])
 def test_layers_in_a_loop_give_aligned_operands(
     case: Callable[[], Case], window_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_layers_in_a_loop_give_aligned_operands(
     assert misaligned(layers, *arguments) == (1, [])
 
 
-@pytest.mark.parametrize("case", [decode, prefill])
+@pytest.mark.parametrize("case", [pytest.param(decode, marks=pytest.mark.slow), prefill])
 def test_rings_are_not_copied(case: Callable[[], Case]) -> None:
     """Prefill reads what it then overwrites: in another order the program would hold two versions of all rings."""
     layers, arguments = attention_layers(case(), False, "reference")
