@@ -240,6 +240,7 @@ def test_a_row_tells_what_plan_says(folder: Path) -> None:
     assert told["over_memory_analysis"] == pytest.approx(told["peak"] / 10**6)
 
 
+@pytest.mark.slow
 def test_plan_of_a_slice_is_that_of_its_deployment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Asked(Exception):
         pass

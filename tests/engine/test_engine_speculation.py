@@ -223,6 +223,7 @@ def test_preemptions_hits_and_forks_change_no_answer(model: Speculating) -> None
     assert engine.scheduler.preemptions and engine.metrics.prefix_hits and engine.scheduler.ledgers[0].evictions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", [pytest.param(0.0, marks=SLOW), 0.7, pytest.param(1.0, marks=SLOW)])
 @pytest.mark.parametrize(
     ("first", "said"), [(100, 40), pytest.param(120, 20, marks=SLOW), (126, 9), pytest.param(200, 90, marks=SLOW)]
