@@ -99,7 +99,8 @@ class ForwardRuntimeEstimator:
     @property
     def slope(self) -> float:
         """Seconds that a row takes beyond the profile, 0 before enough is known."""
-        return _slope(self._residuals())
+        residuals = self._residuals().values()
+        return max(0.0, median(residuals)) if residuals else 0.0
 
     def _residuals(self) -> dict[int, float]:
         """Medians by the index of a bucket, of those with enough steps."""
@@ -110,7 +111,7 @@ class ForwardRuntimeEstimator:
         if self._curve is None:
             return StepTimes(self._rows, None)
         residuals = self._residuals()
-        per_row = np.full(len(self._rows), _slope(residuals))
+        per_row = np.full(len(self._rows), self.slope)
         per_row[list(residuals)] = list(residuals.values())
         return StepTimes(self._rows, np.maximum.accumulate(self._curve + per_row * self._rows) + others_s)
 
@@ -144,10 +145,6 @@ class SamplerRuntimeEstimator:
             return 0.0
         at = bisect_left(self._profile, requests, key=lambda point: point[0])
         return self._profile[min(at, len(self._profile) - 1)][1]
-
-
-def _slope(residuals: Mapping[int, float]) -> float:
-    return max(0.0, median(residuals.values())) if residuals else 0.0
 
 
 def _middle(ordered: list[float]) -> float:

@@ -151,8 +151,7 @@ def _projections(step: Step, state: EngineState, layout: CacheLayout) -> Any:
 
 
 def _hyper_connections(step: Step, state: EngineState, layout: CacheLayout) -> Any:
-    """Both sites of a layer as the model has them: the second with what the first's sublayer wrote, then that of the
-    second alone."""
+    """Both sites of a layer as the model has them, with the input of each sublayer for its output."""
     model, c, results = step.model, step.model.config, []
     w = model.layers
     for span in step.spans:
