@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 
 import di_jax
+from kernels_pallas import peers
 from kernels_pallas.hopper import KERNEL, UnsupportedShape
 
 RELEASED = Path(di_jax.__file__).parent / "model" / "released" / "deepseek-v4.1-flash.json"
@@ -68,16 +69,25 @@ def measured(work: Workload, timed: Mapping[str, Callable[[], float]]) -> dict[s
     return row
 
 
-def main[W: Workload](description: str | None, workloads: Sequence[W], measure: Callable[[W], dict[str, Any]]) -> None:
-    """Prints the rows of `workloads` as they are measured."""
+def main[W: Workload](
+    description: str | None,
+    workloads: Sequence[W],
+    measure: Callable[[W], dict[str, Any]],
+    peers_of: Callable[[W], Sequence[peers.Peer]] = lambda work: (),
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Prints the rows of `workloads` as they are measured, with `--peers` those of `peers_of` too."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
-    options = parser.parse_args()
+    parser.add_argument("--peers", action="store_true", help="programs of other libraries too (PyTorch's)")
+    options = parser.parse_args(arguments)
     for work in workloads:
         if options.only not in work.name:
             continue
         row = measure(work)
+        if options.peers:
+            row["peers"] = [peers.measured(peer) for peer in peers_of(work)]
         if options.json:
             print(json.dumps({"device": jax.devices()[0].device_kind, **row}), flush=True)
             continue
@@ -85,6 +95,9 @@ def main[W: Workload](description: str | None, workloads: Sequence[W], measure: 
         print(f"{work.name}: floor {row['floor_us']:.0f} us{beside}")
         for name in (KERNEL, "reference"):
             print(f"  {name:16s} {_words(row[name])}", flush=True)
+        for peer in row.get("peers", ()):
+            took = f"{peer['us']:9.1f} us" if "us" in peer else peer["why"]
+            print(f"  peer {took}  {peer['name']} {peer['version'] or ''}; it omits {peer['omits']}", flush=True)
 
 
 def _words(found: str | dict[str, float]) -> str:

@@ -249,8 +249,9 @@ class Engine:
         """
         if self._reports:
             return self._reports.popleft()
-        self.runner.repair()
-        self._fail_lost(MODEL_ERROR, "its caches were lost when another step over them failed; ask again")
+        if self.runner.idle and not any(flight.step.failed for flight in self._flights):
+            self.runner.repair()
+            self._fail_lost(MODEL_ERROR, "its caches were lost when another step over them failed; ask again")
         try:
             while True:
                 launched = self._launch()
@@ -336,7 +337,7 @@ class Engine:
         """Waits for the oldest step in flight and handles its results."""
         flight = self._flights[0]
         began = time.perf_counter()
-        outputs = flight.step.output.host()
+        outputs = flight.step.host()
         now = time.perf_counter()
         self.num_steps += 1
         self.changes += 1
@@ -364,7 +365,7 @@ class Engine:
         if self.speculation is not None:
             self.speculation.completed(flight.step.rounds, by_rank)
             if verified:
-                self.speculation.observe(flight.bucket, seconds, flight.step.drafted)
+                self.speculation.observe(flight.bucket, seconds, flight.step.draft is not None)
         report = StepReport(
             kind=flight.batch.kind,
             bucket=flight.bucket,
@@ -406,6 +407,7 @@ class Engine:
         device or in the host's books, so neither is gone on with. Other processes may wait for this one: they end."""
         self.agreement.fail(error)
         self._flights.clear()
+        self.runner.settle()
         if self.runner.resets == self._resets:
             self.runner.reset()
         if isinstance(error, Exception):

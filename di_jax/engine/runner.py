@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from di_jax.engine.compiling import compile_together, compile_workers
 from di_jax.engine.extra_sampling import SlotState
+from di_jax.engine.launch_lane import LaunchLane, done
 from di_jax.engine.sampler import sample
 from di_jax.engine.sampling_programs import SamplingPrograms
 from di_jax.engine.speculative_programs import DraftSettings, SpeculativePrograms, Verification, abstract
 from di_jax.engine.speculative_steps import verify
 from di_jax.engine.state_programs import Snapshot, StateCopies, StatePrograms
-from di_jax.engine.step_output import DraftOutput, StepOutput
+from di_jax.engine.step_output import DraftOutput, StepOutput, VerifiedOutput
 from di_jax.engine.step_plan import REPLAY_FIELDS, Bucket, StepPlan
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.dspark import DraftModel
@@ -130,7 +132,8 @@ class ModelRunner:
     mesh: of the model's `parallel.mesh`; by default on the first devices. draft, settings: of decode steps that verify
     drafts; neither or both. local_ranks: numbers of the ranks that this process hosts, ascending. resets: how often the
     state was emptied because a step did not finish. Whoever sees it change has to give up the sequences that it had in
-    the caches.
+    the caches. lane: launches the programs of decode steps with drafts while the host goes on; whatever else needs the
+    state waits for it. One thread at a time may call.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class ModelRunner:
         draft: DraftModel | None = None,
         settings: DraftSettings | None = None,
         compiler: Compiler = XLA_DEFAULTS,
+        lane: LaunchLane | None = None,
     ) -> None:
         self.layout, self.parallel, self.plan = layout, model.parallel, model.parallel.mesh
         self.mesh = self.plan.build() if mesh is None else mesh
@@ -156,7 +160,8 @@ class ModelRunner:
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), wanted),
             out_shardings=jax.tree.map(lambda s: s.sharding, wanted),
         )
-        self.state = self._allocate()
+        self._state = self._allocate()
+        self._lane = lane
         self.resets = 0
         self._compiled: dict[tuple[Bucket, str], Any] = {}
         self._move: Any = None
@@ -178,6 +183,26 @@ class ModelRunner:
                 self.mesh, self.plan, layout, settings, graphs, specs, self._hidden_dtype, compiler
             )
         self._lock = threading.Lock()
+
+    @property
+    def state(self) -> EngineState:
+        """Caches and slots as all that was launched leaves them."""
+        self.settle()
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+
+    def settle(self) -> None:
+        """Waits until everything is launched. What failed in it is told by its result."""
+        if self._lane is not None:
+            self._lane.settle()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be launched."""
+        return self._lane is None or self._lane.idle
 
     @property
     def speculates(self) -> bool:
@@ -235,44 +260,54 @@ class ModelRunner:
         """
         if plans[0].bucket.drafts:
             raise ValueError(f"a step with drafts is for `verify`: {plans[0].bucket}")
-        return self._launch(plans, outputs)
+        self.settle()
+        return self._launch(plans, outputs)()
 
-    def _launch(self, plans: Sequence[StepPlan], outputs: str) -> Any:
+    def _launch(self, plans: Sequence[StepPlan], outputs: str) -> Callable[[], Any]:
+        """What launches the step, of which all that the caller may change is taken now."""
         if len(plans) != len(self.local_ranks) or len({plan.bucket for plan in plans}) != 1:
             raise ValueError(f"{len(plans)} step plans for {len(self.local_ranks)} ranks, or of different buckets")
         executable = self.compiled(plans[0].bucket, outputs)
-        local = np.stack([plan.buffer for plan in plans])
-        buffer = rows_of_ranks(self._buffers, local)
-        try:
-            weights = (self.params,) if plans[0].bucket.bare else self._weights
-            output, self.state = executable(weights, self.state, buffer)
-        except BaseException as error:
-            # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost.
-            self.repair()
-            if isinstance(error, Exception) and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
-                raise RuntimeError("the weights were lost when moving experts failed: start the engine again") from None
-            raise
-        return output
+        buffer = rows_of_ranks(self._buffers, np.stack([plan.buffer for plan in plans]))
+        weights = (self.params,) if plans[0].bucket.bare else self._weights
+
+        def run() -> Any:
+            try:
+                output, self._state = executable(weights, self._state, buffer)
+            except BaseException as error:
+                # An interrupt may fall between the donation and the assignment: the old state is gone, the new one lost
+                self._repair()
+                if isinstance(error, Exception) and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+                    lost = "the weights were lost when moving experts failed: start the engine again"
+                    raise RuntimeError(lost) from None
+                raise
+            return output
+
+        return run
+
+    def _later[Result](self, job: Callable[[], Result]) -> Result | Future[Result]:
+        return job() if self._lane is None else self._lane.submit(job)
 
     @property
     def _weights(self) -> Any:
         return (self.params,) if self._draft is None else (self.params, self._draft[1])
 
     # A decode step with drafts: the three are called in this order by all processes alike, return at once and leave an
-    # empty state as `execute` does when they are cut short.
+    # empty state as `execute` does when they are cut short. With a lane they return what is `done` when it has launched
+    # them, and who waits for that learns of their errors.
 
-    def verify(self, plans: Sequence[StepPlan]) -> Verification:
+    def verify(self, plans: Sequence[StepPlan]) -> Verification | Future[Verification]:
         """Launches the target on the newest tokens and on drafts. plans: as of `execute`, of a bucket with drafts."""
         if not plans[0].bucket.drafts:
             raise ValueError(f"a step without drafts is for `execute`: {plans[0].bucket}")
-        return self._launch(plans, TOKENS)
+        return self._later(self._launch(plans, TOKENS))
 
     def accept(
         self,
-        verification: Verification,
+        verification: Verification | Future[Verification],
         rows: Sequence[np.ndarray] | None = None,
         allowed: Sequence[np.ndarray] | None = None,
-    ) -> StepOutput:
+    ) -> VerifiedOutput | Future[VerifiedOutput]:
         """What the verified step emits.
 
         rows: for requests of extra sampling, int32 [OF_REQUEST, R] for each of `local_ranks`, NEUTRAL for the others.
@@ -280,40 +315,38 @@ class ModelRunner:
         bit i of word w being 32 w + i. The first masks of a shape compile its program: `warm_up` leaves it out, as an
         engine does not know whether there will ever be a matcher.
         """
-        programs, slots = self._with_drafts, self._sampling.state
-        assert slots is not None
-        try:
-            answer, self.state, self._sampling.state = programs.accept(
-                self._weights, self.state, slots, verification, rows, allowed
-            )
-        except BaseException:
-            self.repair()
-            raise
-        v = verification
-        return StepOutput(
-            answer.token,
-            answer.logprob,
-            None,
-            None,
-            v.load,
-            v.host_tables,
-            top=answer.top,
-            verified=v.verified,
-            error=answer.error,
-        )
+        programs, weights = self._with_drafts, self._weights
 
-    def draft(self, rows: Sequence[np.ndarray]) -> DraftOutput:
+        def run() -> VerifiedOutput:
+            found, slots = done(verification), self._sampling.state
+            assert slots is not None
+            try:
+                answer, self._state, self._sampling.state = programs.accept(
+                    weights, self._state, slots, found, rows, allowed
+                )
+            except BaseException:
+                self._repair()
+                raise
+            return dataclasses.replace(answer, load=found.load, host_tables=found.host_tables)
+
+        return self._later(run)
+
+    def draft(self, rows: Sequence[np.ndarray]) -> DraftOutput | Future[DraftOutput]:
         """Drafts what follows the newest tokens of sequences; they wait in the slots for the next `verify`.
 
         rows: int32 [DRAFT_COLUMNS, R] for each of `local_ranks`.
         """
-        programs = self._with_drafts
-        try:
-            output, self.state = programs.draft(self._weights, self.state, rows)
-        except BaseException:
-            self.repair()
-            raise
-        return output
+        programs, weights = self._with_drafts, self._weights
+
+        def run() -> DraftOutput:
+            try:
+                output, self._state = programs.draft(weights, self._state, rows)
+            except BaseException:
+                self._repair()
+                raise
+            return output
+
+        return self._later(run)
 
     @property
     def _with_drafts(self) -> SpeculativePrograms:
@@ -367,6 +400,7 @@ class ModelRunner:
 
     def begin_answers(self, slots: Sequence[int], states: Sequence[SlotState | None]) -> None:
         """Writes what `resample` keeps of an answer into a slot of each rank; NO_SLOT and None where none begins."""
+        self.settle()
         try:
             self._sampling.begin(slots, states)
         except BaseException:
@@ -386,6 +420,7 @@ class ModelRunner:
         To be called between steps; the steps that were launched before run on the old weights. When the device fails
         in it the weights are lost, as they are after a failed load: every later step says so.
         """
+        self.settle()
         ffn: Any = self.params["layers"]["ffn"]
         if self._move is None:
             specs = parameter_specs(self.params, self.plan)["layers"]["ffn"]["experts"]
@@ -398,15 +433,23 @@ class ModelRunner:
 
     def repair(self) -> None:
         """Empties the state if a step took it and gave none back."""
-        if self._sampling.lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
-            self.reset()
+        self.settle()
+        self._repair()
+
+    def _repair(self) -> None:
+        if self._sampling.lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            self._reset()
 
     def reset(self) -> None:
         """Empties the state. For when it may hold the result of a failed step; nothing in it survives."""
-        for leaf in jax.tree.leaves(self.state):
+        self.settle()
+        self._reset()
+
+    def _reset(self) -> None:
+        for leaf in jax.tree.leaves(self._state):
             leaf.delete()  # before the new ones are made: the device need not hold both
         self._sampling.reset()
-        self.state = self._allocate()
+        self._state = self._allocate()
         self.resets += 1
 
 

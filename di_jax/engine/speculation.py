@@ -8,6 +8,7 @@ the number of rows follows from older confidences, and which drafts get them is 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -36,6 +37,9 @@ from di_jax.engine.verification import (
 
 # Of expected tokens, which the processes tell each other as whole numbers.
 FRACTIONS = 1024
+# Steps from one look at older confidences to the next, once drafting was seen to pay: what they say changes slowly, and
+# a look takes 0.1 to 0.3 ms of a host that small models wait for (H200, 1 to 64 requests, steps of 7 ms).
+LOOK_EVERY = 4
 # Of the sequences of a step that drafts, those that must have their context: what a trial finds is to be said of all.
 ENOUGH_CONTEXT = 7 / 8
 _TRUNCATION = [OF_REQUEST.index(name) for name in ("min_p", "top_k", "top_p")]
@@ -98,6 +102,8 @@ class Speculation:
         self._at_start: dict[int, StepTimes] = {}  # by sequences of a step
         self.switch = DraftSwitch()
         self.typical, self.promises = TypicalBlock(ladder.drafts), Promises()
+        self._chosen: dict[tuple[int, int], int] = {}  # rows of the last look, by rank and sequences of a step
+        self._turn = 0  # decode steps
         self._waits = False  # to draft until the sequences have their context
         self._idle = False  # in a pause so long that steps are no rounds
 
@@ -117,13 +123,25 @@ class Speculation:
         return dataclasses.replace(batch, parts=[self._part(part) for part in batch.parts], bare=bare)
 
     def _part(self, part: DecodePart) -> DecodePart:
-        requests, look = self.ladder.decode_rung(len(part.slots)), bool(part.caps.any())
-        now = self.ledgers[part.rank].schedule(part.slots, look)
-        if not look:  # nothing to verify, as in a pause: no time for a choice
-            return dataclasses.replace(part, round=now, rows=self.ladder.verify_rows(requests)[0])
-        now = now._replace(survival=self.typical.fill(now) * self.promises.ratio)
-        rows = choose_rows(now.survival, part.caps, self._times(requests))
-        return dataclasses.replace(part, round=now, rows=rows)
+        requests, ledger = self.ladder.decode_rung(len(part.slots)), self.ledgers[part.rank]
+        if not part.caps.any():  # nothing to verify, as in a pause: no time for a choice
+            return dataclasses.replace(
+                part, round=ledger.schedule(part.slots, False), rows=self.ladder.verify_rows(requests)[0]
+            )
+        key = part.rank, requests
+        looks = self.profile is not None and (self._looks or key not in self._chosen)
+        now = ledger.schedule(part.slots, looks)
+        if looks:
+            now = now._replace(survival=self.typical.fill(now) * self.promises.ratio)
+            self._chosen[key] = choose_rows(now.survival, part.caps, self._times(requests))
+        every = self.ladder.verify_rows(requests)
+        needed = every[min(bisect_left(every, len(part.slots) + int(part.caps.sum())), len(every) - 1)]
+        return dataclasses.replace(part, round=now, rows=min(needed, self._chosen.get(key, needed)))
+
+    @property
+    def _looks(self) -> bool:
+        """Whether the next step looks at older confidences: the same in all processes."""
+        return not self.switch.pays or self._turn % LOOK_EVERY == 0
 
     def _times(self, requests: int) -> StepTimes:
         """Of steps of so many sequences, by their rows. Where there is no choice, nothing is known."""
@@ -149,7 +167,7 @@ class Speculation:
         tokens, requests, known, with_context = 0.0, 0, 0, 0
         for part in batch.parts:
             requests += len(part.slots)
-            if part.round is not None and part.caps.any():
+            if part.round is not None and part.round.known.any():
                 drafts = fill(part.rows, part.caps)
                 tokens += expected_tokens(part.round.survival, part.caps, drafts)
                 known += int(part.round.known[0].sum())
@@ -167,6 +185,7 @@ class Speculation:
             return bool(outlook.drafters)
         if not bucket.decode:
             return not (self.switch.pause or self._waits)
+        self._turn += 1
         ready = outlook.with_context >= ENOUGH_CONTEXT * outlook.requests
         size = self.ladder.decode_rung(outlook.drafters)
         plain, gain = self.profile.plain[size], None
@@ -250,7 +269,7 @@ class Speculation:
                 self.promises.add(
                     self.ledgers[rank].newest(slots, owners), np.asarray(verified)[: len(slots)], accepted
                 )
-            confidence = None if draft is None else np.asarray(draft.confidence)[: len(slots)]
+            confidence = None if draft is None else draft.confidence[: len(slots)]
             self.ledgers[rank].process(slots, owners, confidence, may_draft)
             table = self.tables[rank]
             for place in np.flatnonzero(table.matched[slots]).tolist():

@@ -28,14 +28,13 @@ from di_jax.engine.sampling_programs import mask_words
 from di_jax.engine.speculative_steps import (
     ACCEPT_FIELDS,
     DRAFT_COLUMNS,
-    Answer,
     DraftSettings,
     Verification,
     accept,
     draft,
     plain_accept,
 )
-from di_jax.engine.step_output import DraftOutput
+from di_jax.engine.step_output import DraftOutput, VerifiedOutput
 from di_jax.engine.step_plan import Bucket
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.parallel.mesh import DeviceMesh, rows_of_ranks
@@ -86,7 +85,7 @@ class SpeculativePrograms:
         verification: Verification,
         rows: Sequence[np.ndarray] | None,
         allowed: Sequence[np.ndarray] | None,
-    ) -> tuple[Answer, EngineState, SlotState]:
+    ) -> tuple[VerifiedOutput, EngineState, SlotState]:
         """(answer with a leading axis of ranks, state, slots). state is donated, slots too where `rows` are given."""
         if allowed is not None and rows is None:
             raise ValueError("masks are of the rows with extra sampling: give neutral rows with them")

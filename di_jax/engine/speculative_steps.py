@@ -20,8 +20,8 @@ from di_jax.engine.acceptance import COUPLED, PROBABILISTIC, Accepted, Proposal
 from di_jax.engine.allocation import RowLayout, allocate, pack
 from di_jax.engine.extra_sampling import NO_ID, OF_REQUEST, SlotState
 from di_jax.engine.sampler import RowSampling, endings, process, scaled
-from di_jax.engine.sampling_programs import TopTokens, allowed_ids, top_tokens, unpacked
-from di_jax.engine.step_output import DraftOutput
+from di_jax.engine.sampling_programs import allowed_ids, top_tokens, unpacked
+from di_jax.engine.step_output import DraftOutput, VerifiedOutput, side_by_side
 from di_jax.engine.step_plan import Bucket
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.dspark import DraftModel, confidence
@@ -65,17 +65,6 @@ class Verification:
     sequences: Array  # int32 [ACCEPT_FIELDS, R]
     load: Array | None  # as `StepOutput.load`
     host_tables: RowSource | None = dataclasses.field(default=None, metadata=META)
-
-
-@partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What `accept` tells of R sequences."""
-
-    token: Array  # int32 [R, k + 1], -1 behind those that were emitted
-    logprob: Array  # fp32 [R, k + 1] of those under the raw logits
-    error: Array  # fp32 [R] sum over the verified drafts of |what the confidence predicts - confidence|
-    top: TopTokens | None  # with leading axes [R, k + 1]
 
 
 def verify(
@@ -136,7 +125,7 @@ def row_places(verified: Array, rows: int) -> tuple[RowLayout, Array, Array]:
 
 def plain_accept(
     settings: DraftSettings, head: Array, state: EngineState, hidden: Array, verified: Array, sequences: Array
-) -> tuple[Answer, EngineState]:
+) -> tuple[VerifiedOutput, EngineState]:
     """`accept` of sequences that are greedy, have a temperature or a forced token, and nothing more."""
     answer, state, _ = accept(settings, head, state, None, hidden, verified, sequences)
     return answer, state
@@ -152,7 +141,7 @@ def accept(
     sequences: Array,
     rows: Array | None = None,
     allowed: Array | None = None,
-) -> tuple[Answer, EngineState, SlotState | None]:
+) -> tuple[VerifiedOutput, EngineState, SlotState | None]:
     """Emits what was accepted and a token more, and commits it.
 
     hidden, verified, sequences: of `Verification`. slots, rows int32 [1, OF_REQUEST, R]: of extra sampling. allowed
@@ -193,7 +182,7 @@ def accept(
     else:
         checked = packed.valid & (offset < verified[request])
         error = _overlap_error(processed, checked, request, offset, drafts, stated, proposal)
-    answer = Answer(token, jnp.where(token >= 0, logprob, 0.0), error, top)
+    answer = VerifiedOutput(side_by_side(token, jnp.where(token >= 0, logprob, 0.0), error, verified), top=top)
 
     target = jnp.where(live, slot, len(state.length))
     state = state.replace(
@@ -234,13 +223,13 @@ def draft(
     context = drafter.context(slot, start, state, layout)
     block = drafter(target, anchor, start, context, choose=choose, valid=valid, count=settings.num_drafts)
     temperatures = None if settings.temperatures is None else jnp.asarray(settings.temperatures, jnp.float32)
-    output = DraftOutput(block.token, confidence(block.score, temperatures))
+    chances = confidence(block.score, temperatures)
     at = jnp.where(valid, slot, len(state.length))
-    changes = {"draft_token": output.token, "draft_confidence": output.confidence}
+    changes = {"draft_token": block.token, "draft_confidence": chances}
     if block.kept is not None:
         changes |= {"draft_logits": block.kept.logits, "draft_norm": block.kept.norm}
     state = state.replace(**{n: getattr(state, n).at[at].set(new, mode="drop") for n, new in changes.items()})
-    return jax.tree.map(lambda a: a[None], output), state
+    return jax.tree.map(lambda a: a[None], DraftOutput.of(block.token, chances)), state
 
 
 # ---- parts of `accept` and `draft` ----

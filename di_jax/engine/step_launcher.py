@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from di_jax.engine.batch import Batch, DecodeBatch
 from di_jax.engine.cache_chores import CacheChores, Pending
+from di_jax.engine.launch_lane import done, failed
 from di_jax.engine.matching import Matching
 from di_jax.engine.runner import ModelRunner, StepOutput
 from di_jax.engine.sampling_chores import SamplingChores
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.speculation import Outlook, Rounds, Speculation
-from di_jax.engine.speculative_programs import Verification
+from di_jax.engine.step_output import DraftOutput, VerifiedOutput
 from di_jax.engine.step_plan import Bucket
 
 
@@ -52,14 +55,27 @@ class Launches:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way. pending: snapshots; rounds: what it is to the books of speculation; drafted: whether it
-    drafts."""
+    """A step on its way. output, draft: or what they will be when the runner's lane has launched them. pending:
+    snapshots; rounds: what it is to the books of speculation."""
 
     number: int
-    output: StepOutput
+    output: StepOutput | VerifiedOutput | Future[VerifiedOutput]
     pending: Pending
     rounds: Rounds
-    drafted: bool
+    draft: DraftOutput | Future[DraftOutput] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether launching it failed: its results tell how."""
+        return failed(self.output) or failed(self.draft)
+
+    def host(self) -> list[StepOutput]:
+        """Waits for the results, as `StepOutput.host`."""
+        output: Any = done(self.output)
+        if self.draft is not None:
+            output = dataclasses.replace(output, draft=done(self.draft))
+        found: list[StepOutput] = output.host()
+        return found
 
 
 class StepLauncher:
@@ -93,7 +109,7 @@ class StepLauncher:
         ranks, chores = self.runner.local_ranks, self.scheduler.chores
         self.chores.before(chores, agreed.restores)
         plans = batch.plans(bucket, ranks)
-        forward = self.runner.verify(plans) if bucket.drafts else self.runner.execute(plans)
+        forward: Any = self.runner.verify(plans) if bucket.drafts else self.runner.execute(plans)
         if isinstance(batch, DecodeBatch):
             batch.advance(bool(bucket.drafts), bucket.bare)
         number = self.scheduler.launched()
@@ -101,7 +117,8 @@ class StepLauncher:
         if agreed.masked:
             results_in()
             allowed = [self.matching.masks(batch, rank, bucket) for rank in ranks]
-        if isinstance(forward, Verification):
+        output: Any
+        if bucket.drafts:
             assert isinstance(batch, DecodeBatch)
             rows = self.sampling.numbers(batch, bucket) if agreed.extra else None
             output = self.runner.accept(forward, rows, allowed)
@@ -109,10 +126,8 @@ class StepLauncher:
             output = self.sampling.after(batch, plans, forward, agreed.begins, allowed) if agreed.extra else forward
         pending = self.chores.after(chores, agreed.copies, agreed.snapshots)
         if self.speculation is None:
-            return Launched(number, output, pending, {}, False)
+            return Launched(number, output, pending, {})
         drafted = self.speculation.drafts(agreed.outlook, bucket)
         rounds = self.speculation.begin(batch, drafted)
-        if drafted:
-            draft = self.runner.draft(self.speculation.rows(rounds, ranks, agreed.outlook))
-            output = dataclasses.replace(output, draft=draft)
-        return Launched(number, output, pending, rounds, drafted)
+        draft = self.runner.draft(self.speculation.rows(rounds, ranks, agreed.outlook)) if drafted else None
+        return Launched(number, output, pending, rounds, draft)

@@ -17,11 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
+from di_jax.engine import launch_lane
 from di_jax.engine.extra_sampling import NEUTRAL, OF_REQUEST
 from di_jax.engine.runner import ModelRunner
 from di_jax.engine.sampling_programs import NO_SLOT
@@ -149,8 +151,8 @@ def _time(runner: ModelRunner, bucket: Bucket, steps: int, clock: Callable[[], f
     plans = [_plan(bucket, requests, layout.num_blocks, layout.block_size)] * ranks
     rows = [_draft_rows(bucket.requests, requests)] * ranks
 
-    def done(result: object) -> float:
-        jax.block_until_ready((runner.state, result))
+    def done(result: Any) -> float:
+        jax.block_until_ready((runner.state, launch_lane.done(result)))
         return clock()
 
     done(None)

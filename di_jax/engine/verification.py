@@ -296,6 +296,7 @@ class DraftSwitch:
         self._sizes: dict[int, _Verdict] = {}
         self._last = _Verdict()
         self._requests = 0.0  # of the batch when it became this one
+        self.pays = False  # so the batch was judged
 
     @property
     def pause(self) -> int:
@@ -318,7 +319,7 @@ class DraftSwitch:
             self._requests, self._last = requests, self._sizes.setdefault(requests.bit_length(), _Verdict())
             if not self._last.judged(requests) and (limit := most()) < 1:
                 self._last.pause = pause_steps(limit, judged_steps(requests) + UNKNOWN_STEPS, context)
-        now = self._last
+        now, self.pays = self._last, False
         if now.pause:
             now.pause -= 1
             return False
@@ -330,7 +331,7 @@ class DraftSwitch:
         recent = list(now.gains)[-REMEMBERED * enough :]
         mean = sum(recent) / len(recent)
         if mean >= 1:
-            now.failures = 0
+            now.failures, self.pays = 0, True
             return True
         pause = pause_steps(mean, enough + UNKNOWN_STEPS, context) << min(now.failures, MOST_DOUBLINGS)
         now.pause = min(pause, LONGEST_PAUSE) - 1

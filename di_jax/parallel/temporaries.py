@@ -25,10 +25,11 @@ from jax.extend.core import Literal
 from di_jax.parallel.collectives import SENT, subprograms
 
 _CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "shard_map"}
-_VIEWS = {"reshape", "squeeze", "expand_dims", "stop_gradient", "optimization_barrier"}  # their input, seen otherwise
-_UPDATES = {"scatter", "scatter-add", "dynamic_update_slice"}  # a new value of their first input
+# Their input, seen otherwise; a kernel that stores in place is given a reference to a value and leaves it another.
+_VIEWS = {"reshape", "squeeze", "expand_dims", "stop_gradient", "optimization_barrier", "freeze"}
+_UPDATES = {"scatter", "scatter-add", "dynamic_update_slice", "new_ref"}  # a new value of their first input
 _LOOPS = {"scan", "while", "cond"}
-_ON_ARRAYS = {"dot_general", "sort", "top_k", "cumsum", "cummax", "pallas_call", *SENT, *_LOOPS}
+_ON_ARRAYS = {"dot_general", "sort", "top_k", "cumsum", "cummax", "pallas_call", "custom_vmap_call", *SENT, *_LOOPS}
 
 
 @dataclasses.dataclass

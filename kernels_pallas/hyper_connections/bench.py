@@ -3,7 +3,7 @@
 Random streams and mixing weights in the released shapes. Sites are enqueued back to back inside one program, each on
 what the one before leaves, so that streams may lie in the L2 cache as in a model. A site is so short that the host's
 launches take longer than the launches themselves: `kernel_us` is the time of the GPU alone, all kernels of a site
-added up. No library has this operation.
+added up. No library has this operation: its peer (`--peers`) is the same formula compiled by PyTorch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from di_jax.model.config import ModelConfig
 from kernels_pallas.benchmark import RELEASED, main, measured, seconds
 from kernels_pallas.hopper import KERNEL
 from kernels_pallas.hyper_connections import api
+from kernels_pallas.peers import Peer, torch_peer, torch_site
 
 LAYERS, CALLS = 4, 24
 CONFIG = ModelConfig.from_file(RELEASED)
@@ -111,5 +112,24 @@ def measure(work: Workload) -> dict[str, Any]:
     return row
 
 
+def peers(work: Workload) -> tuple[Peer, ...]:
+    rows, hc, dim, mixes = work.rows, CONFIG.hc_mult, CONFIG.hidden_size, CONFIG.n_mixes
+    constants: dict[str, Any] = {"iterations": CONFIG.hc_sinkhorn_iters, "eps": CONFIG.hc_eps}
+
+    def prepare(torch: Any, device: str) -> Callable[[], Any]:
+        def normal(*shape: int, dtype: Any = torch.float32) -> Any:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        carried = normal(rows, dim, dtype=torch.bfloat16), normal(rows, hc, dim, dtype=torch.bfloat16)
+        mixed = 2 * normal(rows, hc).sigmoid(), normal(rows, hc, hc).softmax(-1), normal(rows, hc).sigmoid()
+        weights = normal(mixes, hc * dim) * 0.02, normal(mixes), 1 + 0.3 * normal(3)
+        norm_weight = (1 + 0.1 * normal(dim)).to(torch.bfloat16)
+        arrays = (*carried, *mixed, *weights, norm_weight)
+        compiled = torch.compile(partial(torch_site, torch, **constants, rms_eps=CONFIG.rms_norm_eps))
+        return lambda: compiled(arrays)
+
+    return (torch_peer("torch.compile of the formula", "nothing, and computes every call on the same arrays", prepare),)
+
+
 if __name__ == "__main__":
-    main(__doc__, WORKLOADS, measure)
+    main(__doc__, WORKLOADS, measure, peers)

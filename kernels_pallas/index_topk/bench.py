@@ -1,7 +1,8 @@
 """Time of index scores and top-k beside XLA's: `python -m kernels_pallas.index_topk.bench [--json]`.
 
 Random keys in the released shapes, every row with its own; they exceed the L2 cache many times over. Calls are
-enqueued back to back inside one program, each depends on the one before. No library has this operation.
+enqueued back to back inside one program, each depends on the one before. No library has this operation: its peer
+(`--peers`) is what PyTorch has, a product, a compiled sum over the heads and topk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from di_jax.model.rows import Rows, make_rows
 from kernels_pallas.benchmark import RELEASED, main, measured, seconds
 from kernels_pallas.hopper import KERNEL
 from kernels_pallas.index_topk import api
+from kernels_pallas.peers import Peer, torch_index, torch_peer, torch_weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,5 +125,21 @@ def measure(work: Workload) -> dict[str, Any]:
     )
 
 
+def peers(work: Workload) -> tuple[Peer, ...]:
+    def prepare(torch: Any, device: str) -> Callable[[], Any]:
+        own = work.rows if work.inside else work.sequences
+        query = torch.randn(work.rows, 32, 128, device=device, dtype=torch.bfloat16)
+        keys = torch.randn(own, work.scored, 128, device=device, dtype=torch.bfloat16)
+        weights = torch.randn(work.rows, 32, device=device) / 64
+        weigh = torch.compile(torch_weigh)
+        return lambda: torch_index(torch, query, weights, keys, 512, weigh)
+
+    omits = "pages and decoding (its keys are bf16, 256 bytes, in order), masks, " + (
+        "the gather of candidates, " if work.inside else "the choice of candidates, " if work.makes else ""
+    )
+    omits += "the order of the entries, and rounds each product to bf16"
+    return (torch_peer("torch matmul, torch.compile of the sum, topk", omits, prepare, calls=4),)
+
+
 if __name__ == "__main__":
-    main(__doc__, WORKLOADS, measure)
+    main(__doc__, WORKLOADS, measure, peers)

@@ -3,7 +3,8 @@
 Random records in the released shapes; two selections, each in a layer of its own, take turns, together larger than the
 L2 cache. Calls are enqueued back to back inside one program, each on the result of the one before. Where the records of
 a selection are is worked out once per program, as the layers of a model share it; "plan" is its time. No library reads
-these records.
+these records: its peers (`--peers`) are the backends of PyTorch's attention, on keys already gathered and decoded.
+JAX's own Mosaic GPU attention keeps 128 rows and two steps of keys and values in shared memory, 384 KB at head_dim 512.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from di_jax.model.rope import rotation
 from di_jax.model.rows import Rows, make_rows
 from kernels_pallas.benchmark import RELEASED, main, measured, seconds
 from kernels_pallas.hopper import KERNEL
+from kernels_pallas.peers import Peer, torch_attention, torch_peer
 from kernels_pallas.sparse_attention import api
 from kernels_pallas.sparse_attention.mosaic_gpu_sm90 import plan
 
@@ -137,5 +139,22 @@ def measure(work: Workload) -> dict[str, Any]:
     return row
 
 
+def peers(work: Workload) -> tuple[Peer, ...]:
+    """A row's heads are the queries of a sequence, its window and entries the keys and values."""
+
+    def peer(backend: str) -> Peer:
+        def prepare(torch: Any, device: str) -> Callable[[], Any]:
+            query = torch.randn(work.rows, 1, 64, 512, device=device, dtype=torch.bfloat16)
+            kv = torch.randn(work.rows, 1, 128 + work.entries, 512, device=device, dtype=torch.bfloat16)
+            return lambda: torch_attention(torch, query, kv, 512**-0.5, backend)
+
+        omits = (
+            "gather and decoding (keys of a row are bf16, 1,024 bytes each, in order), masks, sinks and the rotation"
+        )
+        return torch_peer(f"torch scaled_dot_product_attention, {backend}", omits, prepare, calls=4)
+
+    return tuple(peer(f"{name}_ATTENTION") for name in ("FLASH", "CUDNN", "EFFICIENT")) + (peer("MATH"),)
+
+
 if __name__ == "__main__":
-    main(__doc__, WORKLOADS, measure)
+    main(__doc__, WORKLOADS, measure, peers)

@@ -41,6 +41,11 @@ from di_jax.parallel.mesh import DeviceMesh, Parallel
 TOPS = 4  # likeliest ids that are told
 
 
+def packed_draft(token: np.ndarray, confidence: np.ndarray) -> DraftOutput:
+    """Of int [R, k] and float32 [R, k], as `DraftOutput.of` on a device."""
+    return DraftOutput(np.concatenate([token.astype(np.int32), confidence.view(np.int32)], axis=1))  # type: ignore[arg-type]
+
+
 @dataclasses.dataclass(frozen=True)
 class Drafting:
     """How the device drafts. right: the chance that a draft is what will be drawn, given that all before it are. ids:
@@ -287,6 +292,11 @@ class FakeDevice:
         if snapshot_layers is not None:
             self.warm.add(("snapshot", snapshot_layers))
 
+    idle = True
+
+    def settle(self) -> None:
+        pass
+
     def repair(self) -> None:
         pass
 
@@ -463,7 +473,7 @@ class FakeDevice:
             assert own.shape == (len(DRAFT_COLUMNS), requests)
             token, confidence = self._draft(rank, dict(zip(DRAFT_COLUMNS, own, strict=True)))
             told = 1 - confidence if self.falsified == self.drafts_made else confidence
-            outputs.append(DraftOutput(token, told))
+            outputs.append(packed_draft(token, told))
         self.drafts_made += 1
         return outputs
 

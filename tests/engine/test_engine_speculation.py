@@ -4,7 +4,9 @@ plain decoding (dspark 7: T1, T2, T3, T17, T19, T20, T25). Without cache quantiz
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from test_engine_answers import GREEDY, Arrival, Model, arrivals, config_of, dra
 from di_jax.engine import engine as engine_module
 from di_jax.engine.cache_chores import Pending
 from di_jax.engine.engine import Engine
+from di_jax.engine.launch_lane import LaunchLane
 from di_jax.engine.runner import ModelRunner
 from di_jax.engine.setup import build_engine_parts
 from di_jax.engine.step_plan import BucketLadder
@@ -370,6 +373,66 @@ def test_a_thousand_steps_compile_nothing(model: Speculating, patched: pytest.Mo
             drain(engine)
         assert engine.compiles_after_warmup == 0
     assert shapes == {0, 6, 12, 24, 36} and plain > 50
+
+
+@pytest.fixture
+def laned(model: Speculating, monkeypatch: pytest.MonkeyPatch) -> Speculating:
+    """`model` with its steps launched by a thread, as on a GPU."""
+    runner = model.parts.runner
+    monkeypatch.setattr(runner, "_lane", LaunchLane())
+    monkeypatch.setattr(runner, "draft", partial(ModelRunner.draft, runner))  # not that of an earlier test's oracle
+    model.truth = 0.0
+    return model
+
+
+def test_steps_launched_by_a_thread_give_the_same_answers(laned: Speculating, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While prompts come in between, and one asks for more than a temperature."""
+    threads = set()
+    programs: Any = laned.parts.runner._speculative
+    launch = programs.draft
+    monkeypatch.setattr(programs, "draft", lambda *a: (threads.add(threading.current_thread().name), launch(*a))[1])
+    engine, asked = laned.engine(), []
+    for number in range(6):
+        sampling = dataclasses.replace(LONG, repetition_penalty=1.3) if number == 3 else LONG
+        prompt = ids(20 + 30 * number, 900 + number, 500)
+        asked.append((engine.add_request(prompt, sampling), prompt, sampling))
+        for _ in range(3):
+            engine.step()
+    drain(engine)
+    for request, prompt, sampling in asked:
+        assert same(request.sequences[0], laned.alone(prompt, sampling))
+    assert threads and all(name.startswith("launches") for name in threads)
+
+
+@pytest.mark.parametrize("program", ["accept", "draft"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_launch_that_fails_in_its_thread(
+    laned: Speculating, monkeypatch: pytest.MonkeyPatch, program: str, error: type[BaseException]
+) -> None:
+    """It costs those in the caches their answers, who are told why; the engine goes on."""
+    programs: Any = laned.parts.runner._speculative
+    launch, left = getattr(programs, program), [4]
+
+    def fails(*arguments: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            launch(*arguments)  # donates the state
+            raise error("no such luck")
+        return launch(*arguments)
+
+    monkeypatch.setattr(programs, program, fails)
+    engine = laned.engine()
+    lost = [engine.add_request(ids(40, number, 500), LONG) for number in range(2)]
+    with pytest.raises(error, match="no such luck"):
+        drain(engine)
+    assert left[0] == 0, "nothing was launched behind it"
+    for request in lost:
+        assert request.failure is not None and request.finished
+        assert request.failure.type == ("model_error" if error is ValueError else "interrupted")
+    prompt = ids(50, 77, 500)
+    request = engine.add_request(prompt, LONG)
+    drain(engine)
+    assert same(request.sequences[0], laned.alone(prompt, LONG))
 
 
 def test_wrong_books_are_seen(model: Speculating, monkeypatch: pytest.MonkeyPatch) -> None:

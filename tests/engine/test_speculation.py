@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import DeviceError, Drafting, FakeDevice, FakeVerification
+from fake_device import DeviceError, Drafting, FakeDevice, FakeVerification, packed_draft
 from fake_engine import Setup
 from fake_session import Letters, Session, ids
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +25,7 @@ from di_jax.engine.sequence import Request, Sequence, Status
 from di_jax.engine.slot_table import SlotTable
 from di_jax.engine.speculation import FRACTIONS, Began, Outlook, Speculation
 from di_jax.engine.speculative_programs import DRAFT_COLUMNS
-from di_jax.engine.step_output import DraftOutput, StepOutput
+from di_jax.engine.step_output import StepOutput
 from di_jax.engine.step_plan import BucketLadder
 from di_jax.engine.step_profile import StepProfile
 from di_jax.engine.verification import HISTORY, JUDGED_STEPS, LEAST_PAUSE, TELLING_BLOCKS, RateLedger, Round
@@ -443,7 +443,7 @@ def outputs(confidence: Any = None) -> dict[int, StepOutput]:
     draft = None
     if confidence is not None:
         own = np.array(confidence, np.float32)
-        draft = DraftOutput(np.arange(own.size).reshape(own.shape), own)  # type: ignore[arg-type]
+        draft = packed_draft(np.arange(own.size).reshape(own.shape), own)
     return {0: StepOutput(None, None, None, None, None, draft=draft)}  # type: ignore[arg-type]
 
 

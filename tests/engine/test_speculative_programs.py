@@ -528,20 +528,21 @@ def test_accept_by_the_numbers() -> None:
     fields[0, 2] = np.float32(1).view(np.int32)
     verified = jnp.full((1, requests), k, jnp.int32)
     run = jax.jit(lambda *given: plain_accept(way, jnp.eye(ids), *given))
-    answer, after = run(state, hidden, verified, jnp.asarray(fields))
+    output, after = run(state, hidden, verified, jnp.asarray(fields))
+    (answer,) = output.host()
     chance_p = np.exp(p - np.log(np.exp(p).sum(axis=1, keepdims=True)))
     overlap = np.minimum(chance_p[:k], chance_q).sum(axis=1)
-    np.testing.assert_allclose(answer.error[0], np.abs(overlap - stated).sum(axis=1), atol=1e-4)
+    np.testing.assert_allclose(answer.error, np.abs(overlap - stated).sum(axis=1), atol=1e-4)
     count = np.asarray(after.length) - 10
-    np.testing.assert_array_equal((np.asarray(answer.token[0]) >= 0).sum(axis=1), count + 1)
+    np.testing.assert_array_equal((answer.token >= 0).sum(axis=1), count + 1)
     rates = [(count > 0).mean(), (count > 1).sum() / (count > 0).sum()]
     np.testing.assert_allclose(rates, overlap, atol=4 * 0.5 / np.sqrt(requests / 4))
-    first = np.bincount(np.asarray(answer.token[0, :, 0]), minlength=ids) / requests
+    first = np.bincount(answer.token[:, 0], minlength=ids) / requests
     np.testing.assert_allclose(first, chance_p[0], atol=4 * 0.5 / np.sqrt(requests))
     assert np.abs(first - chance_q[0]).max() > 0.1, "drafts alone are distributed otherwise"
-    np.testing.assert_array_equal(after.last_token, np.asarray(answer.token[0])[np.arange(requests), count])
-    logprob = np.log(chance_p)[np.arange(k + 1), np.maximum(answer.token[0], 0)]
-    np.testing.assert_allclose(answer.logprob[0], np.where(answer.token[0] >= 0, logprob, 0), atol=1e-4)
+    np.testing.assert_array_equal(after.last_token, answer.token[np.arange(requests), count])
+    logprob = np.log(chance_p)[np.arange(k + 1), np.maximum(answer.token, 0)]
+    np.testing.assert_allclose(answer.logprob, np.where(answer.token >= 0, logprob, 0), atol=1e-4)
 
 
 def test_the_whole_state_is_updated_in_place(lab: Lab) -> None:

@@ -24,6 +24,7 @@ from di_jax.model.quantization import (
     Plain,
     e2m1_code,
     e2m1_value,
+    e4m3_value,
     exp2_from_byte,
     expand_rows,
     expand_weight,
@@ -100,6 +101,17 @@ def test_golden_vectors(name: str, compiled: bool) -> None:
     assert record.shape[-1] == codec.record(64) and record.dtype == codec.dtype
     np.testing.assert_array_equal(decode(record), vectors[name])
     np.testing.assert_array_equal(scales_of(codec, np.asarray(record), 64), vectors[f"scale_{name}"])
+
+
+def test_values_are_rounded_to_e4m3_before_they_are_cast() -> None:
+    """All values, the middles between neighbours and what lies next to those, of both signs, as ml_dtypes rounds."""
+    exact = np.arange(0x7F, dtype=np.uint8).view(E4M3).astype(np.float32)
+    middle = (exact[:-1] + exact[1:]) / 2
+    edges = np.concatenate([exact, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(500))])
+    x = np.concatenate([edges, -edges])
+    found = np.asarray(jax.jit(e4m3_value)(x))
+    np.testing.assert_array_equal(found, x.astype(E4M3).astype(np.float32))
+    assert (found != x).mean() > 0.6
 
 
 @pytest.mark.parametrize("name", VECTORS)

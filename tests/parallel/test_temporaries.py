@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from di_jax.parallel.temporaries import temporary_bytes
 
@@ -67,6 +68,26 @@ def test_updates_happen_in_place_unless_the_old_value_is_read_later() -> None:
         return lax.scan(lambda c, _: (update(c, i), None), x, length=3)[0]
 
     assert estimate(carried, X, index) < 1000
+
+
+def test_a_kernel_that_stores_in_place_is_one_of_those_updates() -> None:
+    def body(*_: Any) -> None: ...
+
+    kernel: Any = plgpu.kernel(body, out_type=(X,), grid=(1,), grid_names=("block",))
+
+    def stored(x: Array, pool: Array) -> tuple[Array, Array]:
+        ref = jax.new_ref(pool)
+        (made,) = kernel(x, ref)
+        return made, jax.freeze(ref)
+
+    pool = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    assert estimate(stored, X, pool) == SIZE
+
+    def layers(x: Array, pool: Array) -> Any:
+        return lax.scan(lambda carry, _: (stored(*carry), None), (x, pool), length=5)[0]
+
+    assert estimate(layers, X, pool) <= 2 * SIZE
+    assert estimate(lambda x, p: (*stored(x, p), p), X, pool) == SIZE + pool.size * 4, "the old pool is still wanted"
 
 
 def test_a_loop_takes_its_body_once_and_keeps_what_it_stacks() -> None:

@@ -169,12 +169,12 @@ class DecodePoint(Point):
             return self._verification.verified
         if program == "draft":
             output, self.state = run(self.weights, self.state, put(self._rows["draft"]))
-            return output.token
+            return output.numbers
         v, head = self._verification, self.weights[0]["head"]["weight"].get_value()  # type: ignore[index]
         answer, self.state, self._sampling.state = run(
             head, self.state, self._sampling.state, v.hidden, v.verified, v.sequences, put(self._rows["accept"])
         )
-        return answer.token
+        return answer.numbers
 
     def fault(self) -> str | None:
         verified, drafts = np.asarray(self._verification.verified), self.rank.settings.num_drafts
