@@ -29,7 +29,8 @@ def choose_kernel[F: Callable[..., object]](
 ) -> F:
     """The kernel or the reference. why: what keeps the kernel from running this; None when it can.
 
-    By name only for now, `auto` takes the reference: no engine has run with them on a GPU yet. Raises UnsupportedShape
+    By name only for now, `auto` takes the reference: whole steps have run with them on an H200, but a whole model's
+    numbers have not passed `scripts.kernel_check` there. Raises UnsupportedShape
     for the kernel where it cannot run, UnknownImplementation for other names.
     """
     if implementation == KERNEL and why is not None:

@@ -114,7 +114,7 @@ def _draw_slice(rows: list[dict[str, Any]]) -> Figure:
             for point in points:
                 at = point["tokens_per_s_per_user"], point["tokens_per_s"]
                 trade.annotate(str(point["batch"]), at, textcoords="offset points", xytext=(3, 3), fontsize=6)
-            if label == labels[-1]:
+            if label == labels[0]:
                 users, gpus = _trade(points)
                 least = [point["roofline_fraction"] for point in points]
                 users, gpus = [u / f for u, f in zip(users, least)], [g / f for g, f in zip(gpus, least)]
@@ -140,7 +140,8 @@ def _trade(points: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 def _draw_parts(axis: Any, rows: list[dict[str, Any]]) -> None:
     """What each step is spent on, in ms, with the sum of the floors as a line across its bar."""
-    rows = [row for row in rows if any(part["ms"] is not None for part in row["parts"].values())]
+    # The draft, a program of its own, is timed in every run.
+    rows = [row for row in rows if sum(part["ms"] is not None for part in row["parts"].values()) > 1]
     names = [f"{row['label']}\nEP{row['ep']}, {row['batch']}" for row in rows]
     bottom = [0.0] * len(rows)
     for number, part in enumerate(dict.fromkeys(name for row in rows for name in row["parts"])):
