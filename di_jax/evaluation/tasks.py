@@ -211,8 +211,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path}: cannot be read as UTF-8 text ({error}); expected JSON lines") from error
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines") from error
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{path}: is no UTF-8 text ({error}); expected JSON lines") from error
     found = False
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -261,7 +261,7 @@ def fake_quantize_weight(weight: Array, storage: str) -> Array:
     storage: "fp8" (checkpoint 6.2), "fp4" (6.3), "rows" (fp8 in rows, 6.4) or "bf16". In dimensions that 32 divides.
     """
     if storage == "bf16":
-        stored = weight.astype(jnp.bfloat16).astype(jnp.float32)
+        stored = lax.reduce_precision(weight, exponent_bits=8, mantissa_bits=7)  # bfloat16, see `e4m3_value`
     elif storage == "fp4":
         stored = fake_quantize(Fp4Block(), weight)
     elif storage == "rows":

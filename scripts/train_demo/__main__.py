@@ -1,7 +1,7 @@
 """The demo model from nothing, one command: called again, it goes on where the last call ended.
 
     python -m scripts.train_demo --out build/demo              # one GPU; about five calls of nine minutes
-    python -m scripts.train_demo --out build/trial --small     # everything in small, on a CPU in two minutes
+    python -m scripts.train_demo --out build/trial --small     # everything in small, on a CPU in a few minutes
 
 The stages, in order: data, three trainings of the model (`end-1` to `end-3`), what quantization costs, their average,
 the draft, the checkpoint, its evaluation, the draft's calibration, curves. A stage that is done is left alone. A call
@@ -12,7 +12,8 @@ The folder may move to another machine between two calls, without its `state` fo
 training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Only
 `compare` needs the state that `end-3` ended with, where it is.
 
-Each stage is a command of its own with the options below, those that the bundled weights were made with;
+Each stage is a command of its own with the options below: trainings of as many tokens as the bundled weights had, and
+the last stretch of their draft (the README tells of those before it).
 `--options 'draft=--peak 1e-3 --total-minutes 4'` adds to them or replaces some.
 """
 
@@ -21,15 +22,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 
+from di_jax.errors import UserError
 from scripts import fit_sts, plot_eval
 from scripts.train_demo import average, compare, evaluate, export, prepare, train, train_draft, train_report
 from scripts.train_demo.state import progress
@@ -80,7 +84,10 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
     exported, evaluation = out / "checkpoint", out / "eval.json"
 
     def weights(folder: Path, prefix: str = "weights") -> list[Path]:
-        return sorted(folder.glob(f"{prefix}-[0-9]*.npz"))
+        found = sorted(folder.glob(f"{prefix}-[0-9]*.npz"))
+        if not found:
+            raise FileNotFoundError(f"{folder} has no {prefix}-*.npz: an earlier stage is to leave them there")
+        return found
 
     def trained(folder: Path, prefix: str) -> bool:
         clock = progress(folder, prefix)
@@ -142,9 +149,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--skip", action="append", default=[], metavar="STAGE", help="takes it for done")
     args = parser.parse_args(arguments)
     began = time.monotonic()
-    if not args.minutes >= 1:
-        parser.error(f"--minutes {args.minutes:g}: compiling and saving alone take 1")
+    if not 1 <= args.minutes < math.inf:
+        parser.error(f"--minutes {args.minutes:g}: a number from 1 on, which compiling and saving alone take")
     out = args.out.absolute()
+    if out.exists() and not out.is_dir():
+        parser.error(f"--out {out}: a file; name a folder")
     plan = stages(out, args.data and args.data.absolute(), args.packages and args.packages.absolute())
     names = [stage.name for stage in plan]
     if unknown := [name for name in args.skip if name not in names]:
@@ -154,10 +163,20 @@ def main(arguments: list[str] | None = None) -> int:
         name, equals, words = given.partition("=")
         if not equals or name not in names:
             parser.error(f"--options {given}: not STAGE=WORDS with a STAGE of {', '.join(names)}")
-        options[name] = [*options.get(name, []), *shlex.split(words)]
+        try:
+            options[name] = [*options.get(name, []), *shlex.split(words)]
+        except ValueError as error:
+            parser.error(f"--options {given}: {error}")
     out.mkdir(parents=True, exist_ok=True)
     ledger = out / "stages.json"
-    kept = json.loads(ledger.read_text(encoding="utf-8")) if ledger.is_file() else {}
+    try:
+        kept = json.loads(ledger.read_text(encoding="utf-8")) if ledger.is_file() else {}
+        if not isinstance(kept, dict):
+            raise ValueError(f"a {type(kept).__name__} in place of an object")
+    except ValueError as error:
+        parser.error(
+            f"{ledger} is damaged ({error}): delete it, and stages that left their files are gone through again"
+        )
     if kept.setdefault("small", args.small) != args.small:
         parser.error(f"--out {out}: begun {'with' if kept['small'] else 'without'} --small; name another folder")
     done, seconds = kept.setdefault("done", []), kept.setdefault("seconds", {})
@@ -172,9 +191,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"[{plan.index(stage) + 1}/{len(plan)}] {stage.name}: {left:.1f} minutes left", file=sys.stderr, flush=True
         )
-        words = [str(word) for word in stage.arguments(round(left, 3))] + options.get(stage.name, [])
-        if code := stage.command(words):
-            return code
+        try:
+            words = [str(word) for word in stage.arguments(round(left, 3))] + options.get(stage.name, [])
+            if code := stage.command(words):
+                return code
+        except (UserError, OSError, ValueError, KeyError, BadZipFile) as error:
+            print(
+                f"error: stage {stage.name}: {type(error).__name__}: {error}\n"
+                "If a file that it reads is damaged or gone, restore it, or delete the folder that it is of "
+                f"and that folder's name in {ledger}.",
+                file=sys.stderr,
+            )
+            return 2
         seconds[stage.name] = round(seconds.get(stage.name, 0.0) + time.monotonic() - start, 1)
         if stage.finished():
             done.append(stage.name)

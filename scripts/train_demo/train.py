@@ -83,6 +83,12 @@ def sample_positions(classes: Array, stride: int) -> Array:
     return jnp.concatenate([even, chosen.astype(jnp.int32)], axis=1)
 
 
+def balanced(bias: Array, load: Array) -> Array:
+    """The router's bias fp32 [L, E] after a step that gave load [L, E] rows to the experts: down by BIAS_STEP where
+    that is more than the layer's mean, up where it is less."""
+    return bias + BIAS_STEP * jnp.sign(jnp.mean(load, -1, keepdims=True) - load)
+
+
 def make_step(config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation) -> Any:
     """The jitted training step of a stage: (params, optimizer state, tokens [B, T+1], classes [B, T], rate)."""
     build, _ = builder(config, Numerics.training("bfloat16"), tables, dense=stage.dense)
@@ -112,7 +118,7 @@ def make_step(config: ModelConfig, tables: EngramTables, stage: Stage, opt: opta
         updates, state = opt.update(grads, state, params)
         updated = optax.apply_updates(params, updates)
         load = report.pop("load")
-        bias = params["layers.ffn.gate.bias"] + BIAS_STEP * jnp.sign(jnp.mean(load, -1, keepdims=True) - load)
+        bias = balanced(params["layers.ffn.gate.bias"], load)
         updated["layers.ffn.gate.bias"] = bias
         updated["layers.ffn.gate.bias_vl"] = bias  # no images here: they would route as text does
         report["gradient"] = optax.global_norm(grads)

@@ -13,6 +13,7 @@ from golden_model import REAL, golden_file
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from jax.extend.core import Literal
 
 from di_jax.model.cache import CacheLayout
 from di_jax.model.quantization import (
@@ -112,6 +113,18 @@ def test_values_are_rounded_to_e4m3_before_they_are_cast() -> None:
     found = np.asarray(jax.jit(e4m3_value)(x))
     np.testing.assert_array_equal(found, x.astype(E4M3).astype(np.float32))
     assert (found != x).mean() > 0.6
+
+
+@pytest.mark.parametrize("codec", [Fp8Block(32), Fp4Micro()], ids=str)
+def test_no_quantizer_leaves_its_rounding_to_a_cast(codec: Fp8Block | Fp4Micro) -> None:
+    """Which a GPU's compiler takes out again: what is cast to fp8 is exact already."""
+    program = jax.make_jaxpr(codec.encode)(jnp.zeros((2, 64))).jaxpr
+    made = {variable: equation for equation in program.eqns for variable in equation.outvars}
+    casts = [e for e in program.eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == E4M3]
+    assert casts
+    for cast in casts:
+        before = [made[v].primitive.name for v in made[cast.invars[0]].invars if not isinstance(v, Literal)]
+        assert "reduce_precision" in before
 
 
 @pytest.mark.parametrize("name", VECTORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import pytest
@@ -94,11 +96,48 @@ def test_a_failing_stage_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> 
     assert called(tmp_path, capsys)["done"] == 3 and calls.names() == "abc"
 
 
+@pytest.mark.parametrize("error", [KeyError("draft.w"), BadZipFile("not a zip file"), FileNotFoundError("no weights")])
+def test_what_is_damaged_is_told_by_its_stage(tmp_path: Path, monkeypatch, capsys, error: Exception) -> None:
+    calls = Calls(monkeypatch)
+
+    def breaks(_: float) -> list[Any]:
+        raise error
+
+    whole = command.stages
+    monkeypatch.setattr(
+        command,
+        "stages",
+        lambda *a: [dataclasses.replace(s, arguments=breaks) if s.name == "b" else s for s in whole(*a)],
+    )
+    assert command.main(["--out", str(tmp_path)]) == 2 and calls.names() == "a"
+    told = capsys.readouterr().err
+    assert f"error: stage b: {type(error).__name__}" in told and "stages.json" in told
+    monkeypatch.setattr(command, "stages", whole)
+    assert called(tmp_path, capsys)["done"] == 3 and calls.names() == "bc"
+
+
+@pytest.mark.parametrize("ledger", ['{"done": [', "[]"])
+def test_a_damaged_ledger_is_named(tmp_path: Path, monkeypatch, capsys, ledger: str) -> None:
+    Calls(monkeypatch)
+    (tmp_path / "stages.json").write_text(ledger)
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path)])
+    assert "stages.json is damaged" in capsys.readouterr().err
+
+
+def test_no_stage_begins_without_the_weights_of_the_one_before(tmp_path: Path) -> None:
+    """Random ones would be trained on in silence."""
+    plan = {stage.name: stage for stage in command.stages(tmp_path, tmp_path, None)}
+    for name, before in (("end-2", "end-1"), ("end-3", "end-2"), ("draft", "averaged"), ("export", "averaged")):
+        with pytest.raises(FileNotFoundError, match=f"{before} has no weights"):
+            plan[name].arguments(9.0)
+
+
 def test_options_are_added_and_stages_skipped(tmp_path: Path, monkeypatch, capsys) -> None:
     calls = Calls(monkeypatch)
     called(tmp_path, capsys, "--options", "b=--peak 1e-3 --soft", "--skip", "c")
     assert calls.made == [("a", ["--minutes", "9.0"]), ("b", ["--minutes", "8.0", "--peak", "1e-3", "--soft"])]
-    wrong = (["--options", "b"], ["--options", "x=1"], ["--skip", "x"], ["--minutes", "0.5"], ["--small"])
+    wrong = (["--options", "b"], ["--options", "x=1"], ["--skip", "x"], ["--minutes", "inf"], ["--small"])
     messages = ("not STAGE=WORDS", "a, b, c", "not one of a, b, c", "compiling and saving", "begun without --small")
     for arguments, message in zip(wrong, messages, strict=True):
         with pytest.raises(SystemExit):
@@ -107,6 +146,12 @@ def test_options_are_added_and_stages_skipped(tmp_path: Path, monkeypatch, capsy
 
 
 def test_the_options_name_stages_and_both_sets_train_alike(tmp_path: Path) -> None:
+    for folder, prefix in (
+        *((name, "weights") for name in ("end-1", "end-2", "end-3", "averaged")),
+        ("draft", "draft"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{prefix}-0.npz").touch()
     names = [stage.name for stage in stages(tmp_path, None, None)]
     assert names == [s.name for s in [*stages(tmp_path, None, None)[:1], *stages(tmp_path, tmp_path, None)]]
     assert {*OPTIONS, *SMALL_OPTIONS} <= {*names}

@@ -72,6 +72,30 @@ def test_dense_attention_differs_where_more_entries_than_selected_are_reachable(
     assert np.abs(sparse[:, 2 * few :] - dense_[:, 2 * few :]).max() > 1e-2
 
 
+KEYS = ("compressors.wk.weight", "compressors.k_norm.weight")  # what an index key is made with
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_indexers_moves_nothing_else(params: Params) -> None:
+    """Its inputs and what it is to follow are detached; the loss of the text leaves the indexers alone."""
+    build, _ = builder(CONFIG, NUMERICS, TABLES)
+
+    @jax.jit
+    def moved(params: Params) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        def losses(params: Params) -> tuple[jax.Array, jax.Array]:
+            out = forward(build(params), TOKENS, SAMPLE)
+            return jnp.sum(out.index_loss), jnp.sum(out.hidden**2)
+
+        _, back = jax.vjp(losses, params)
+        one, none = jnp.float32(1), jnp.float32(0)
+        of = [jax.tree.map(lambda g: jnp.any(g != 0), back(seeds)[0]) for seeds in ((one, none), (none, one))]
+        return of[0], of[1]
+
+    by_index, by_text = ({name for name, any_ in found.items() if any_} for found in moved(params))
+    assert by_index == {*(f"indexers.{n}.weight" for n in ("wq_b", "weights_proj")), *KEYS}
+    assert len(by_text) > 20 and not by_text & by_index
+
+
 def test_what_the_indexer_would_select_is_measured(outputs) -> None:
     *_, loss, covered = outputs["dense"]
     assert covered.shape == (len(CONFIG.index_source_layer_ids), *SAMPLE.shape) and (loss > 0).all()

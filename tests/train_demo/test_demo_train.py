@@ -13,7 +13,7 @@ import pytest
 
 from scripts.train_demo.curriculum import FLOOR, STAGES, WARM_UP, Clock, Rate, curriculum, plan_of
 from scripts.train_demo.tasks import CALC, CLASSES, RECALL
-from scripts.train_demo.train import by_kind, sample_positions
+from scripts.train_demo.train import BIAS_STEP, balanced, by_kind, sample_positions
 from scripts.train_demo.train_report import join, join_drafts, kernel_table, main, plot
 
 
@@ -64,6 +64,13 @@ def test_half_of_the_sampled_queries_recall() -> None:
     assert made.shape == (2, 32) and made.min() >= 0 and made.max() < 256
     assert set(places) <= set(made[0].tolist()) and len(set(made[0, 16:].tolist())) == 16
     assert made[1, :16].tolist() == list(range(15, 256, 16))
+
+
+def test_the_router_bias_goes_towards_the_mean_load() -> None:
+    bias = jnp.asarray([[0.5, -0.5, 0.0], [0.0, 0.0, 0.0]])
+    found = balanced(bias, jnp.asarray([[9, 3, 0], [2, 2, 2]]))  # of 4 in the mean, and of 2
+    np.testing.assert_allclose(found - bias, BIAS_STEP * np.array([[-1, 1, 1], [0, 0, 0]]), atol=1e-7)
+    assert BIAS_STEP == 0.001
 
 
 def test_kinds_are_means_of_what_occurred() -> None:
