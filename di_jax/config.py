@@ -274,7 +274,7 @@ class KernelOps(Group):
     hyper_connections: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
     index_topk: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
     sparse_attention: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
-    compress_store: str | None = key(None, choices=(None, "auto", "reference"))
+    compress_store: str | None = key(None, choices=(None, "auto", "reference", "mosaic_gpu_sm90"))
     expert_ffn: str | None = key(None, choices=(None, "auto", "reference", "dense"))
 
 

@@ -160,6 +160,7 @@ def test_the_kernel_table_quotes_the_committed_results() -> None:
         ("sparse-attention", "prefill, 8,192 rows"),
         ("index-topk", "decode, 64 rows x 65,536"),
         ("hyper-connections", "site, 256 rows"),
+        ("compress-store", "source of ratio 2, 256 rows"),
     ):
         path = ROOT / "scripts" / "results" / f"kernel-{name}-nvidia-h200.json"
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]

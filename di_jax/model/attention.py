@@ -52,8 +52,10 @@ class Attention(nnx.Module):
 
     def window_kv(self, layer: Array | int, x: Array, cos_sin: tuple[Array, Array]) -> Array:
         """x [T, D] -> rotated and cache-quantized window KV [T, head_dim] (numerics 6.2)."""
-        kv = rotate(self.kv_norm(self.wkv(x, layer), layer), cos_sin)
-        return fake_quantize(self.numerics.formats.window, kv)
+        return self._finished_kv(layer, self.wkv(x, layer), cos_sin)
+
+    def _finished_kv(self, layer: Array | int, projected: Array, cos_sin: tuple[Array, Array]) -> Array:
+        return fake_quantize(self.numerics.formats.window, rotate(self.kv_norm(projected, layer), cos_sin))
 
     def __call__(
         self,
@@ -71,11 +73,17 @@ class Attention(nnx.Module):
 
         plan: the layer's kind (static; any member of a run); layer: its number, traced inside a run.
         """
-        kv = rows.gathered(self.window_kv(layer, x, cos_sin))
+        projected = self.wkv(x, layer)
+        kv = rows.gathered(self._finished_kv(layer, projected, cos_sin))  # in decode nobody reads it, nor makes it
         query = self.query(layer, latent_query, cos_sin)
 
         def store(window: Array) -> Array:
             implementation = self.kernels.of("compress_store")
+            if rows.decode and rows.whole is None:
+                weight = self.kv_norm.weight[...]
+                return compress_store.store_projected(
+                    window, layer, projected, weight, cos_sin, rows, layout, implementation=implementation
+                )
             return compress_store.store_window(window, layer, kv, rows.stored, layout, implementation=implementation)
 
         # Decode stores first and reads the ring; a prefill chunk reads the history that its own rows overwrite.

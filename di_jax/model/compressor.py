@@ -10,7 +10,6 @@ from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.config import ModelConfig
 from di_jax.model.linear import Linear, Numerics, RMSNorm
 from di_jax.model.quantization import matmul
-from di_jax.model.rope import rotate, rotation
 from di_jax.model.rows import Rows
 from kernels_pallas.choice import KernelChoice
 from kernels_pallas.compress_store import api as compress_store
@@ -48,41 +47,39 @@ class Compressor(nnx.Module):
         layout: CacheLayout,
     ) -> EngineState:
         """Stores the entries and index keys that x [T, D] completes. `gate` is that of all pooled sources."""
-        ratio, share, rows = self.config.kv_source_ratios[source], rows, rows.stored
-        if ratio == 1:
-            latent, entry, emits = share.gathered(self.wkv(x, source)), rows.position, rows.valid
-            row = jnp.arange(rows.num_rows, dtype=jnp.int32)
+        if self.config.kv_source_ratios[source] == 1:
+            pair_gate, latent = None, rows.gathered(self.wkv(x, source))
         else:
             assert gate is not None
             ordinal = self.config.pooled_sources.index(source)
             # fp32 from the accumulator on: pairs may wait in the ring for their group to complete.
             pair = jnp.stack([self._fp32(gate.wgate, x, ordinal), self._fp32(self.wkv, x, source)], axis=1)
-            pair = share.gathered(pair)
-            pooled, row, entry, emits = compress_store.pool_groups(
-                pair, state.compressor[ordinal], rows, ratio, implementation=self.implementation
-            )
-            # The ring is read before it is written: an order that XLA sees lets the store run in place (three copies
-            # of the ring a step on a CPU otherwise).
-            pooled, pair = lax.optimization_barrier((pooled, pair))
-            latent = pooled.astype(self.numerics.dtype)
-            ring = compress_store.store_pairs(state.compressor, ordinal, pair, rows, implementation=self.implementation)
-            state = state.replace(compressor=ring)
-        latent = self.norm(latent, source)
-        # Both the entry and its key rotate at the group's first token; the key uses the un-rotated latent.
-        cos_sin = rotation(self.config, True, entry * ratio)
-        # Keys serve the choice of entries alone, which has no gradient: in training their own loss ends here.
-        key = rotate(self.k_norm(self.wk(lax.stop_gradient(latent), source), source), cos_sin)
-        formats = layout.formats
-
-        def store(pool: Array, record: Array) -> Array:
-            return compress_store.store_entries(
-                pool, source, record, row, entry, emits, rows, layout, implementation=self.implementation
-            )
-
-        return state.replace(
-            compressed=store(state.compressed, formats.compressed.encode(rotate(latent, cos_sin))),
-            index=store(state.index, formats.index.encode(key)),
+            pair = rows.gathered(pair)
+            pair_gate, latent = pair[:, 0], pair[:, 1]
+        compressed, ring, latent = compress_store.store_entries(
+            state.compressed,
+            state.compressor,
+            source,
+            pair_gate,
+            latent,
+            self.norm.weight[...],
+            rows.stored,
+            layout,
+            dtype=self.numerics.dtype,
+            implementation=self.implementation,
         )
+        # Keys serve the choice of entries alone, which has no gradient: in training their own loss ends here.
+        key = self.wk(lax.stop_gradient(latent), source)
+        index = compress_store.store_keys(
+            state.index,
+            source,
+            key,
+            self.k_norm.weight[...],
+            rows.stored,
+            layout,
+            implementation=self.implementation,
+        )
+        return state.replace(compressed=compressed, compressor=ring, index=index)
 
     @staticmethod
     def _fp32(linear: Linear, x: Array, index: int) -> Array:

@@ -149,10 +149,9 @@ class DraftModel(nnx.Module):
         """
         self._check_layout(layout)
         every = rows.gathered(jnp.moveaxis(self.context_kv(taps, rows.position), 0, 1))
-        ring = layout.config.num_hidden_layers + jnp.arange(every.shape[1], dtype=jnp.int32)
         window = compress_store.store_window(
             state.window,
-            ring[:, None],
+            layout.config.num_hidden_layers,
             jnp.moveaxis(every, 1, 0),
             rows.stored,
             layout,

