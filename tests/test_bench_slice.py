@@ -160,6 +160,7 @@ def test_local_slots_of_the_released_model(ep: int, slots: int, gigabytes: float
     assert floors.leaves(rank.params[1])["stages.ffn.experts.w1.weight"].shape[1] == 128 // ep
 
 
+@pytest.mark.slow
 def test_a_rank_gets_as_many_expert_rows_as_it_sends(folder: Path) -> None:
     """Alone in its mesh it serves its own rows for all ranks: of each pair the slot that stands in for its own."""
     rank = rank_of(small(folder))
@@ -183,6 +184,7 @@ def test_a_rank_gets_as_many_expert_rows_as_it_sends(folder: Path) -> None:
     assert float(jnp.max(jnp.abs(sent - here))) < 0.02 * scale < float(jnp.max(jnp.abs(other - here)))
 
 
+@pytest.mark.slow
 def test_random_weights_keep_their_formats(folder: Path) -> None:
     rank = rank_of(small(folder))
     for abstract, made in zip(rank.params, rank.make_weights()):

@@ -188,6 +188,7 @@ def test_sharded_over_four_devices(tiny: Path, tmp_path: Path) -> None:
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_the_draft_on_a_mesh(tiny: Path, tmp_path: Path) -> None:
     """Its experts spread over the expert ranks, the rest replicated: each shard is the file's, also from the cache."""
     plan = DeviceMesh(dp=4, cp=2, ep=4)

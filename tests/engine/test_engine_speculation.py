@@ -287,7 +287,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("truth", [pytest.param(0.0, marks=SLOW), 0.8])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n in ("min_tokens", "allowed") else ()) for n in SAMPLINGS]
+)
 def test_penalties_limits_and_log_probabilities_of_each_row(model: Speculating, name: str, truth: float) -> None:
     """T17 and the transforms of a row with the drafts before it, beside neighbours that ask for nothing."""
     model.truth = truth

@@ -219,6 +219,7 @@ def check_greedy(prompts: Sequence[Prompt], runs: Sequence[OracleRun], count: in
 CUTS = st.lists(st.integers(1, 120), min_size=1, max_size=6).map(lambda sizes: (*sizes, 200))
 
 
+@pytest.mark.slow
 def test_the_oracle_is_the_goldens_model() -> None:
     """Without replay: logits, entries and the greedy answer; a hit with restored windows is the same again."""
     for prompt in ("p7", "p64", "p300"):
@@ -290,7 +291,7 @@ def test_prompts_keep_what_the_definition_keeps(data: st.DataObject) -> None:
         assert np.abs(compact - run.logits).max() <= EXACT
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_hits_are_the_definition(data: st.DataObject) -> None:
     """A prompt that shares the first blocks of an earlier one, their windows restored or run again in part or as far as
@@ -426,7 +427,7 @@ def run_step(runner: ModelRunner, plan: StepPlan, outputs: str = TOKENS) -> Any:
     return runner.execute([plan], outputs).host()[0]
 
 
-@pytest.mark.parametrize("kept_rows", [0, 64])
+@pytest.mark.parametrize("kept_rows", [pytest.param(0, marks=pytest.mark.slow), 64])
 def test_a_fork_samples_the_last_row_of_another_chunk(runner: ModelRunner, kept_rows: int) -> None:
     """With its own temperature and seed: what it would have drawn as the prompt's only sample. Of its slot it sets the
     last token and nothing else; forced ids and unsampled chunks as ever."""

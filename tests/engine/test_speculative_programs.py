@@ -258,6 +258,7 @@ def rule(index: int) -> np.ndarray:
     return np.arange(IDS) % 3 == index % 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [COUPLED], indirect=True)
 def test_masks_by_place(lab: Lab, way: str) -> None:
     """T18: every token obeys its place, whatever was drafted, and the answer is that without drafts."""
@@ -575,7 +576,9 @@ def copies_of_rings(lab: Lab, bucket: Bucket) -> int:
     return len(re.findall(rf"= {re.escape(shape)}\S* copy\(", text))
 
 
-@pytest.mark.parametrize("bucket", [PLAIN, FULL], ids=["plain", "verify"])
+@pytest.mark.parametrize(
+    "bucket", [pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"), pytest.param(FULL, id="verify")]
+)
 def test_no_step_copies_its_rings(lab: Lab, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's context goes into the rings that the last layer reads, once it has read them. The control: when
     nothing says so, there are two versions of the rings."""

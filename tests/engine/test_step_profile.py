@@ -227,7 +227,11 @@ def test_it_is_quiet_when_piped(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"speculative.varlen": False}, pytest.param({"mesh.dp": 2, "mesh.ep": 2}, marks=pytest.mark.slow)]
+    "changes",
+    [
+        pytest.param({"speculative.varlen": False}, marks=pytest.mark.slow),
+        pytest.param({"mesh.dp": 2, "mesh.ep": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_real_runner(tiny_config: Config, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run of every rank verifies what the shape has rows for, and nothing stays behind."""

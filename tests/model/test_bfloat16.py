@@ -33,7 +33,10 @@ def distance(mine: list[np.ndarray], expected: list[np.ndarray]) -> tuple[float,
     return float(np.abs(a - b).mean()), float((a.argmax(-1) == b.argmax(-1)).mean())
 
 
-@pytest.mark.parametrize(("quantize_activations", "mean", "agreement"), [(False, 0.4, 0.75), ("auto", 0.45, 0.68)])
+@pytest.mark.parametrize(
+    ("quantize_activations", "mean", "agreement"),
+    [pytest.param(False, 0.4, 0.75, marks=pytest.mark.slow), ("auto", 0.45, 0.68)],
+)
 def test_distance_to_float32(quantize_activations: bool | str, mean: float, agreement: float) -> None:
     """Off: the function of the unquantized checkpoint variant, whose bars are the goldens' own."""
     mine = logits(quantize_activations)

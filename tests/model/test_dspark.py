@@ -372,6 +372,7 @@ def float_weights(draft: DraftModel) -> Any:
     return nnx.from_flat_state([(path, leaf.replace(value(".".join(map(str, path))))) for path, leaf in flat])
 
 
+@pytest.mark.slow
 def test_gradients() -> None:
     """A loss on drafts and confidences moves every weight, and its gradient is its slope."""
     numerics = tiny_numerics("nokvq")
