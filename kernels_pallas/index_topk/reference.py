@@ -28,7 +28,8 @@ def ascending(entry: Array, found: Array) -> Array:
 def best_entries(score: Array, k: int) -> Array:
     """The k best of score [..., N] that are not -inf: int32 [..., k] ascending, -1 padded; ties take the lower."""
     k_here = min(k, score.shape[-1])
-    value, entry = lax.top_k(score, k_here)
+    # `top_k` puts -0, which heads that see nothing may sum up to, below 0: as scores they are a tie.
+    value, entry = lax.top_k(jnp.where(score == 0, 0.0, score), k_here)
     chosen = ascending(entry.astype(jnp.int32), value > -jnp.inf)
     return jnp.pad(chosen, [(0, 0)] * (chosen.ndim - 1) + [(0, k - k_here)], constant_values=-1)
 

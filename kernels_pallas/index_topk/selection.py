@@ -25,8 +25,9 @@ LOWEST = 0x807FFFFF - 2**32 + 1  # ordered key right above -inf
 BIN_BITS = 9  # bins of the selection: one of each thread
 
 
-def ordered(m: Any, bits: Any) -> Any:
-    """Bits of an fp32 -> i32 of the same order."""
+def ordered(m: Any, real: Any) -> Any:
+    """An fp32 -> i32 of the same order; -0, which heads that see nothing sum up to, is 0."""
+    bits = m.as_bits(real + 0.0)
     return bits ^ (bits.sign_fill() & 0x7FFFFFFF)
 
 
@@ -66,7 +67,7 @@ def select(m: Any, s: Select, memory: Sequence[Any], shared: dict[str, Any]) -> 
         ]
     else:
         usable = [((start + i) * GROUP) < reach.at_most(s.entries) for i in range(own)]
-    keys = [m.select(u, ordered(m, m.as_bits(x)), m.integer(NOTHING)) for u, x in zip(usable, maxima)]
+    keys = [m.select(u, ordered(m, x), m.integer(NOTHING)) for u, x in zip(usable, maxima)]
 
     picked = shared["picked"]
     m.store_shared(picked + thread * 4, m.integer(-1))
@@ -79,7 +80,7 @@ def select(m: Any, s: Select, memory: Sequence[Any], shared: dict[str, Any]) -> 
     safe = group.at_least(0)
     values = score.row(row, s.entries)
     entries = [x for i in range(2) for x in values.load4(safe * GROUP + 4 * i)]
-    found = [m.select(group > -1, ordered(m, m.as_bits(x)), m.integer(NOTHING)) for x in entries]
+    found = [m.select(group > -1, ordered(m, x), m.integer(NOTHING)) for x in entries]
     first = (own_candidates.load(safe) if s.candidates else safe) * GROUP
     out = chosen.row(row, s.k)
     _fill(m, out, s.k, thread)

@@ -15,7 +15,7 @@ import lockstep
 import numpy as np
 import pytest
 from golden_model import REAL, TINY
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax import Array
 from mosaic_operands import misaligned
@@ -204,6 +204,8 @@ SCORES = st.lists(st.sampled_from([-np.inf, -2.0, -0.5, 0.0, 1.0, 1.5, 3e38]) | 
 
 @settings(max_examples=25, deadline=None)
 @given(SCORES, st.integers(0, 600), st.integers(1, 512), st.integers(1, 40), st.integers(0, 2**16))
+@example([-0.0, 0.0], 10, 1, 1, 0)
+@example([0.0, -0.0], 4, 1, 1, 0)
 def test_selection_is_exact(values: list[float], reach: int, k: int, blocks: int, seed: int) -> None:
     """Any scores, ties among them, fewer than k, nothing reachable."""
     generator = np.random.default_rng(seed)
