@@ -152,7 +152,7 @@ def _time(runner: ModelRunner, bucket: Bucket, steps: int, clock: Callable[[], f
     rows = [_draft_rows(bucket.requests, requests)] * ranks
 
     def done(result: Any) -> float:
-        jax.block_until_ready((runner.state, launch_lane.done(result)))
+        jax.block_until_ready((launch_lane.done(result), runner.state))  # in this order: the first tells of failures
         return clock()
 
     done(None)

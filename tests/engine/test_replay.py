@@ -291,7 +291,7 @@ def test_prompts_keep_what_the_definition_keeps(data: st.DataObject) -> None:
         assert np.abs(compact - run.logits).max() <= EXACT
 
 
-@settings(max_examples=6)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_hits_are_the_definition(data: st.DataObject) -> None:
     """A prompt that shares the first blocks of an earlier one, their windows restored or run again in part or as far as

@@ -64,7 +64,7 @@ def test_perplexity_is_of_the_weights_as_they_are() -> None:
 @pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200"])
 def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name: str) -> None:
     kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))
-    assert kept["rounding"]["experts"] > 0.06
+    assert kept["rounding"]["experts"] > 0.08
     assert set(kept["perplexity"]) == {"english", "python"}
     for found in kept["perplexity"].values():
         assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
@@ -77,7 +77,7 @@ def test_an_export_costs_three_percent_at_most() -> None:
 
     The third stretch's end, which knows its texts by heart, is not what is bundled: it costs that one 4%.
     """
-    for name, least in (("bundled", 0.97), ("nvidia-h200", 0.85)):
+    for name, least in (("bundled", 0.97), ("nvidia-h200", 0.9)):
         kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))
         assert all(least <= found["ratio"] <= 1.03 for found in kept["perplexity"].values()), name
 
@@ -92,7 +92,15 @@ def test_the_bundled_export_is_the_one_that_was_evaluated() -> None:
         assert found["quantized_export"] == pytest.approx(engine[text], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200"])
+def test_what_the_command_trains_loses_nothing_by_its_export() -> None:
+    kept = json.loads((RESULTS / "demo-masters-command-nvidia-h200.json").read_text(encoding="utf-8"))
+    assert kept["masters"] == "float32" and kept["trained"]["steps"] == 221  # of the last of its trainings
+    for found in kept["perplexity"].values():
+        assert found["tokens"] == 60_000 and found["quantized_export"] < found["masters"]
+        assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200", "command-nvidia-h200"])
 def test_the_readme_quotes_the_kept_comparisons(name: str) -> None:
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
     row = next(line for line in readme.splitlines() if line.startswith("|") and f"demo-masters-{name}.json" in line)
