@@ -64,7 +64,7 @@ class NullRunner(ModelRunner):
         self.layout, self.parallel, self.plan = layout, Parallel(config.mesh.plan), config.mesh.plan
         self.mesh = self.plan.build(require_devices(config))
         self.local_ranks, self.resets = list(range(self.plan.world)), 0
-        self._lane = None
+        self._thread = None
         random, shape = np.random.default_rng(SEED), (ANSWERS, self.plan.world, rows)
         tokens = random.integers(0, layout.config.vocab_size - 1, shape, np.int32)
         tokens += tokens >= layout.config.eos_token_id

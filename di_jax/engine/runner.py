@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from di_jax.engine.compiling import compile_together, compile_workers
 from di_jax.engine.extra_sampling import SlotState
-from di_jax.engine.launch_lane import LaunchLane, done
+from di_jax.engine.launch_thread import LaunchThread, done
 from di_jax.engine.sampler import sample
 from di_jax.engine.sampling_programs import SamplingPrograms
 from di_jax.engine.speculative_programs import DraftSettings, SpeculativePrograms, Verification, abstract
@@ -132,7 +132,7 @@ class ModelRunner:
     mesh: of the model's `parallel.mesh`; by default on the first devices. draft, settings: of decode steps that verify
     drafts; neither or both. local_ranks: numbers of the ranks that this process hosts, ascending. resets: how often the
     state was emptied because a step did not finish. Whoever sees it change has to give up the sequences that it had in
-    the caches. lane: launches the programs of decode steps with drafts while the host goes on; whatever else needs the
+    the caches. thread: launches the programs of decode steps with drafts while the host goes on; what else needs the
     state waits for it. One thread at a time may call.
     """
 
@@ -144,7 +144,7 @@ class ModelRunner:
         draft: DraftModel | None = None,
         settings: DraftSettings | None = None,
         compiler: Compiler = XLA_DEFAULTS,
-        lane: LaunchLane | None = None,
+        thread: LaunchThread | None = None,
     ) -> None:
         self.layout, self.parallel, self.plan = layout, model.parallel, model.parallel.mesh
         self.mesh = self.plan.build() if mesh is None else mesh
@@ -161,7 +161,7 @@ class ModelRunner:
             out_shardings=jax.tree.map(lambda s: s.sharding, wanted),
         )
         self._state = self._allocate()
-        self._lane = lane
+        self._thread = thread
         self.resets = 0
         self._compiled: dict[tuple[Bucket, str], Any] = {}
         self._move: Any = None
@@ -196,13 +196,13 @@ class ModelRunner:
 
     def settle(self) -> None:
         """Waits until everything is launched. What failed in it is told by its result."""
-        if self._lane is not None:
-            self._lane.settle()
+        if self._thread is not None:
+            self._thread.settle()
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits to be launched."""
-        return self._lane is None or self._lane.idle
+        return self._thread is None or self._thread.idle
 
     @property
     def speculates(self) -> bool:
@@ -286,14 +286,14 @@ class ModelRunner:
         return run
 
     def _later[Result](self, job: Callable[[], Result]) -> Result | Future[Result]:
-        return job() if self._lane is None else self._lane.submit(job)
+        return job() if self._thread is None else self._thread.submit(job)
 
     @property
     def _weights(self) -> Any:
         return (self.params,) if self._draft is None else (self.params, self._draft[1])
 
     # A decode step with drafts: the three are called in this order by all processes alike, return at once and leave an
-    # empty state as `execute` does when they are cut short. With a lane they return what is `done` when it has launched
+    # empty state as `execute` does when they are cut short. With a thread they return what is `done` once it launched
     # them, and who waits for that learns of their errors.
 
     def verify(self, plans: Sequence[StepPlan]) -> Verification | Future[Verification]:

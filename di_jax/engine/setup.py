@@ -21,7 +21,7 @@ from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.config import Config, EplbGroup, SpeculativeGroup
 from di_jax.engine.acceptance import PROBABILISTIC
 from di_jax.engine.compiling import compile_together
-from di_jax.engine.launch_lane import LaunchLane
+from di_jax.engine.launch_thread import LaunchThread
 from di_jax.engine.memory_sizing import (
     StepMemory,
     blocks_per_sequence,
@@ -127,8 +127,8 @@ def build_engine_parts(config: Config) -> EngineParts:
     drafting = None if draft is None or settings is None else (draft, settings)
     measure = partial(fullest_step, model, mesh, ladder, outputs, drafting, compiler)
     layout = size_caches(config, layout, mesh.local_devices, measure)
-    lane = LaunchLane() if draft is not None and mesh.local_devices[0].platform == "gpu" else None
-    runner = ModelRunner(model, layout, mesh, draft, settings, compiler, lane)
+    thread = LaunchThread() if draft is not None and mesh.local_devices[0].platform == "gpu" else None
+    runner = ModelRunner(model, layout, mesh, draft, settings, compiler, thread)
     return EngineParts(model_config, folder, tokenizer, runner, ladder, layout, config.eplb, config.drafting)
 
 

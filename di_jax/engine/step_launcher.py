@@ -16,7 +16,7 @@ import numpy as np
 
 from di_jax.engine.batch import Batch, DecodeBatch
 from di_jax.engine.cache_chores import CacheChores, Pending
-from di_jax.engine.launch_lane import done, failed
+from di_jax.engine.launch_thread import done, failed
 from di_jax.engine.matching import Matching
 from di_jax.engine.runner import ModelRunner, StepOutput
 from di_jax.engine.sampling_chores import SamplingChores
@@ -55,7 +55,7 @@ class Launches:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way. output, draft: or what they will be when the runner's lane has launched them. pending:
+    """A step on its way. output, draft: or what they will be when the runner's thread has launched them. pending:
     snapshots; rounds: what it is to the books of speculation."""
 
     number: int

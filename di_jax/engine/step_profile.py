@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from di_jax.engine import launch_lane
+from di_jax.engine import launch_thread
 from di_jax.engine.extra_sampling import NEUTRAL, OF_REQUEST
 from di_jax.engine.runner import ModelRunner
 from di_jax.engine.sampling_programs import NO_SLOT
@@ -152,7 +152,7 @@ def _time(runner: ModelRunner, bucket: Bucket, steps: int, clock: Callable[[], f
     rows = [_draft_rows(bucket.requests, requests)] * ranks
 
     def done(result: Any) -> float:
-        jax.block_until_ready((launch_lane.done(result), runner.state))  # in this order: the first tells of failures
+        jax.block_until_ready((launch_thread.done(result), runner.state))  # in this order: the first tells of failures
         return clock()
 
     done(None)

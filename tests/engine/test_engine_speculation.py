@@ -21,7 +21,7 @@ from test_engine_answers import GREEDY, Arrival, Model, arrivals, config_of, dra
 from di_jax.engine import engine as engine_module
 from di_jax.engine.cache_chores import Pending
 from di_jax.engine.engine import Engine
-from di_jax.engine.launch_lane import LaunchLane
+from di_jax.engine.launch_thread import LaunchThread
 from di_jax.engine.runner import ModelRunner
 from di_jax.engine.setup import build_engine_parts
 from di_jax.engine.step_plan import BucketLadder
@@ -381,7 +381,7 @@ def test_a_thousand_steps_compile_nothing(model: Speculating, patched: pytest.Mo
 def laned(model: Speculating, monkeypatch: pytest.MonkeyPatch) -> Speculating:
     """`model` with its steps launched by a thread, as on a GPU."""
     runner = model.parts.runner
-    monkeypatch.setattr(runner, "_lane", LaunchLane())
+    monkeypatch.setattr(runner, "_thread", LaunchThread())
     monkeypatch.setattr(runner, "draft", partial(ModelRunner.draft, runner))  # not that of an earlier test's oracle
     model.truth = 0.0
     return model

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from di_jax.engine.launch_lane import LaunchLane, done, failed
+from di_jax.engine.launch_thread import LaunchThread, done, failed
 
 
 def test_jobs_run_in_order_and_their_results_are_theirs() -> None:
-    lane, seen, gate = LaunchLane(), [], threading.Event()
+    lane, seen, gate = LaunchThread(), [], threading.Event()
 
     def job(number: int) -> int:
         gate.wait(30)
@@ -26,7 +26,7 @@ def test_jobs_run_in_order_and_their_results_are_theirs() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_behind_a_failure_nothing_runs_until_it_is_settled(error: type[BaseException]) -> None:
-    lane, seen, gate = LaunchLane(), [], threading.Event()
+    lane, seen, gate = LaunchThread(), [], threading.Event()
 
     def fails() -> None:
         gate.wait(30)

@@ -12,12 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 
-class LaunchLane:
+class LaunchThread:
     """Runs jobs in the order they come in. When one fails those behind it are not run but fail alike, until `settle`:
     they were planned for a state that is gone. For one thread of callers."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "launches")
+        self._pool = ThreadPoolExecutor(1, "launches")
         self._last: Future[Any] | None = None
         self._failure: BaseException | None = None
 
@@ -33,7 +33,7 @@ class LaunchLane:
                 self._failure = error
                 raise
 
-        future = self._thread.submit(run)
+        future = self._pool.submit(run)
         self._last = future
         return future
 
@@ -55,5 +55,5 @@ def failed(result: object) -> bool:
 
 
 def done[Result](result: Result | Future[Result]) -> Result:
-    """What a job of a lane returned, or the thing itself. Waits; raises what the job raised."""
+    """What a job of a thread returned, or the thing itself. Waits; raises what the job raised."""
     return result.result() if isinstance(result, Future) else result
