@@ -467,6 +467,21 @@ def test_rows_follow_from_the_block_before_the_last() -> None:
     assert planned.parts[0].rows == 2
 
 
+@pytest.mark.parametrize(("cost", "rows"), [(0.0, 8), (0.01, 8), (1.0, 4)])
+def test_the_end_of_an_answer_takes_another_shape_only_where_that_saves(cost: float, rows: int) -> None:
+    """cost: seconds of a row, beyond 4 of every step. Two requests may verify one draft each; the shape was for six."""
+    profile = dataclasses.replace(STEEP, forward={n: 4 + cost * n for n in STEEP.forward})
+    table, batch = decoding(2)
+    books = Speculation(LADDER, {0: table}, profile, WINDOW)
+    assert books.plan(batch).parts[0].rows == 8
+    part = batch.parts[0]
+    ending = dataclasses.replace(batch, parts=[dataclasses.replace(part, caps=np.minimum(part.caps, 1))])
+    books = Speculation(LADDER, {0: table}, profile, WINDOW)
+    assert books.plan(ending).parts[0].rows == rows
+    books.completed({0: Began(part.slots, np.zeros(2, np.int64), np.ones(2, bool))}, outputs(np.ones((2, 3))))
+    assert books.plan(batch).parts[0].rows == 8, "the next answers have the shape that all together chose"
+
+
 def test_without_a_profile_all_is_verified_and_drafted() -> None:
     table, batch = decoding(3)
     books = Speculation(LADDER, {0: table}, None, WINDOW)
