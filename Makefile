@@ -1,8 +1,9 @@
 # make demo   sets up .venv and answers configs/demo.jsonl with the bundled checkpoint
 # make test   style, types and tests;  make test-slow: the slow tests too;  make check: style and types only
+# make test-gpu   the kernels on this machine's Hopper GPU, beside the reference (skipped without one)
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check
+.PHONY: help demo test test-slow test-gpu check
 
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
@@ -10,7 +11,7 @@ INSTALLED := .venv/.installed
 JOBS := 2
 
 help:
-	@sed -n '1,2s/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 demo: $(INSTALLED)
 	@mkdir -p build
@@ -22,6 +23,10 @@ test: check
 
 test-slow: check
 	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile -m ''
+
+# In one process: each would take most of the GPU's memory.
+test-gpu: $(INSTALLED)
+	$(PYTHON) -m pytest -q -rs -m '' tests/kernels/*/test_*_on_hopper.py
 
 check: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -29,11 +29,10 @@ def choose_kernel[F: Callable[..., object]](
 ) -> F:
     """The kernel or the reference. why: what keeps the kernel from running this; None when it can.
 
-    By name only for now, `auto` takes the reference: whole steps have run with them on an H200, but a whole model's
-    numbers have not passed `scripts.kernel_check` there. Raises UnsupportedShape
-    for the kernel where it cannot run, UnknownImplementation for other names.
+    `auto` takes the kernel wherever it can run. Raises UnsupportedShape for the kernel where it cannot,
+    UnknownImplementation for other names.
     """
     if implementation == KERNEL and why is not None:
         raise UnsupportedShape(f"kernels: {operation} cannot run {KERNEL} here: {why}")
-    available = {"reference": reference} if why is not None else {"reference": reference, KERNEL: kernel}
+    available = {"reference": reference} if why is not None else {KERNEL: kernel, "reference": reference}
     return choose(operation, implementation, available)

@@ -129,6 +129,9 @@ def _draw_slice(rows: list[dict[str, Any]]) -> Figure:
             axis.set(xscale="log", yscale="log")
             axis.grid(which="both", lw=0.3)
             axis.legend(fontsize=7)
+    if sizes := sorted({row["rows"] for (phase, *_), points in curves.items() if phase != "decode" for row in points}):
+        prefill.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
+        prefill.set_xticks([], minor=True)
     _draw_parts(parts, [points[-1] for (phase, *_), points in curves.items() if phase == "decode"])
     figure.supxlabel("pale: with the two-GPU figures of every collective added", fontsize=7)
     return figure

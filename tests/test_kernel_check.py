@@ -291,6 +291,19 @@ def test_the_command_writes_its_results_and_fails_on_problems(
             jax.config.update(name, value)
 
 
+def test_the_committed_check_passed_with_every_kernel() -> None:
+    """On a GPU, where each runs: no farther from the definition than FACTOR times the reference in bfloat16."""
+    file = Path(__file__).parent.parent / "scripts" / "results" / "kernel-check-nvidia-h200.json"
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert kept["passed"] and all(kept[name]["problems"] == [] for name in kernel_check.SECTIONS)
+    results = kept["layers"]["results"]
+    assert set(results) == {"reference", "all", *kept["operations"]} and len(kept["operations"]) == 4
+    for name, found in results.items():
+        for phase in ("prefill", "decode"):
+            assert found[phase]["argmax_same"] == 1.0, name
+            assert found[phase]["median"] <= layers.FACTOR * results["reference"][phase]["median"], name
+
+
 CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
