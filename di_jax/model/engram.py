@@ -13,7 +13,7 @@ from jax import Array, lax
 from di_jax.model.config import ENGRAM_GATE_CLAMP, ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Linear, Numerics, parameter
-from di_jax.model.quantization import expand_rows, fake_quantize_weight
+from di_jax.model.quantization import expand_rows
 from di_jax.model.rows import Rows
 from di_jax.parallel.exchange import capacity_of, exchange
 from di_jax.parallel.mesh import Parallel, padded
@@ -106,12 +106,8 @@ class EngramTable(nnx.Module):
         axes = ("engram_rows", None)
         self.numerics, self.parallel = numerics, parallel
         rows = padded(rows, parallel.mesh.size("engram_rows"))
-        self.storage = "rows" if config.quantization else "bf16"
         self.scale: nnx.Param | None
-        if numerics.master_weights:
-            self.weight = parameter((rows, config.engram_head_dim), jnp.float32, axes)
-            self.scale = None
-        elif config.quantization:
+        if config.quantization:
             self.weight = parameter((rows, config.engram_head_dim), jnp.float8_e4m3fn, axes)
             self.scale = parameter((rows, -(-config.engram_head_dim // 32)), jnp.uint8, axes)
         else:
@@ -124,9 +120,6 @@ class EngramTable(nnx.Module):
         valid bool [T]: rows that nobody reads are not looked up on other ranks.
         """
         dtype = self.numerics.dtype
-        if self.numerics.master_weights:
-            values = fake_quantize_weight(self.weight[...][row], self.storage)
-            return values.reshape(row.shape[0], -1).astype(dtype)
         ranks = self.parallel.mesh.size("engram_rows")
         flat = row.reshape(-1)
         weight, scale = (

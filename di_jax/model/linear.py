@@ -12,7 +12,6 @@ from di_jax.model.config import ModelConfig
 from di_jax.model.quantization import (
     CacheFormats,
     expand_weight,
-    fake_quantize_weight,
     matmul,
     quantize_activation,
 )
@@ -32,12 +31,11 @@ class Numerics:
     formats: CacheFormats
     quantize_activations: bool
     quantize_wo_a_input: bool
-    master_weights: bool = False  # training: fp32 parameters, quantized straight-through where they are used
 
     @classmethod
     def training(cls, dtype: str = "float32") -> Numerics:
-        """Quantization-aware training: master weights, and caches that pass gradients."""
-        return cls(jnp.dtype(dtype), CacheFormats.straight_through(), False, False, master_weights=True)
+        """Caches that pass gradients, activations as they are."""
+        return cls(jnp.dtype(dtype), CacheFormats.straight_through(), False, False)
 
     @classmethod
     def create(
@@ -89,10 +87,7 @@ class Linear(nnx.Module):
         self.quantized = storage != "bf16"
         self.storage = storage
         self.scale: nnx.Param | None
-        if numerics.master_weights:
-            self.weight = parameter((*stack, out_features, in_features), jnp.float32, axes)
-            self.scale = None
-        elif storage == "fp8":
+        if storage == "fp8":
             self.weight = parameter((*stack, out_features, in_features), jnp.float8_e4m3fn, axes)
             self.scale = parameter((*stack, -(-out_features // 32), -(-in_features // 32)), jnp.uint8, axes)
         elif storage == "fp4":
@@ -104,8 +99,6 @@ class Linear(nnx.Module):
 
     def expanded(self, *index: Array | int, dtype: jnp.dtype | None = None) -> Array:
         """The exact weight [out, in] of one member of the stack, or of a part of the stack."""
-        if self.numerics.master_weights:
-            return fake_quantize_weight(self.weight[index], self.storage).astype(dtype or self.numerics.dtype)
         scale = None if self.scale is None else self.scale[index]
         return expand_weight(self.weight[index], scale, dtype or self.numerics.dtype)
 

@@ -157,8 +157,6 @@ class MoE(nnx.Module):
         """fp32 [T, D] of rows whose slots [T, k] are all here; the number of slots here means none."""
 
         def stored(linear: Linear) -> tuple[Array, Array | None]:
-            if self.numerics.master_weights:
-                return linear.expanded(layer)[None], None
             return linear.weight[...], None if linear.scale is None else linear.scale[...]
 
         return api.expert_ffn(
@@ -168,7 +166,7 @@ class MoE(nnx.Module):
             stored(self.experts.w1),
             stored(self.experts.w3),
             stored(self.experts.w2),
-            0 if self.numerics.master_weights else layer,
+            layer,
             limit=self.config.swiglu_limit,
             quantize=self.numerics.quantize_activations and self.experts.w1.quantized,
             implementation=self.implementation,

@@ -10,7 +10,6 @@ back, and both run through one program in float32, over the same held-out text: 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import math
@@ -31,7 +30,6 @@ from tqdm import tqdm
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from di_jax.model.quantization import CacheFormats
 from scripts.train_demo.curriculum import Clock
 from scripts.train_demo.dataset import text_rows
 from scripts.train_demo.export import export
@@ -41,8 +39,6 @@ from scripts.train_demo.state import State
 
 Weights = Mapping[str, np.ndarray]
 ROW, CONTEXT, BATCH = 1024, 256, 8  # rows of so many tokens, of which the first are context only
-# Weights as they are; the cache quantizers belong to the function that was trained.
-EXACT = Numerics(jnp.dtype(jnp.float32), CacheFormats.straight_through(), False, False)
 
 
 def masters(state: Path, config: ModelConfig, tables: EngramTables) -> tuple[dict[str, np.ndarray], Clock]:
@@ -62,12 +58,12 @@ def measure(
 
     The text is cut into rows of `length` tokens, of which the first `context` are not counted again.
     """
-    build, _ = builder(dataclasses.replace(config, quantization=None), EXACT, tables)
+    build, _ = builder(config, Numerics.training("float32"), tables)
 
     @jax.jit
     def run(weights: Mapping[str, Array], tokens: Array, counted: Array) -> Array:
         """fp32 [2, 3]: loss, hits and tokens of those that are not counted, and of those that are."""
-        model = build(weights)
+        model = build(weights, exact=True)  # the cache quantizers belong to the function and stay
         out = forward(model, tokens[:, :-1], None)
         _, sums = cross_entropy(model, out.hidden, tokens[:, 1:].reshape(-1), counted.reshape(-1), jnp.ones(2))
         return sums

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,12 @@ from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.config import LayerPlan, ModelConfig
 from di_jax.model.dspark import LEAF_PREFIX
-from di_jax.model.engram import HashTable, NgramHash
+from di_jax.model.engram import EngramTable, HashTable, NgramHash
 from di_jax.model.engram_tables import EngramTables
-from di_jax.model.linear import Numerics
-from di_jax.model.quantization import expand_rows, expand_weight
+from di_jax.model.linear import Linear, Numerics
+from di_jax.model.quantization import expand_rows, expand_weight, fake_quantize_weight
 from di_jax.model.rows import Rows
-from di_jax.model.transformer import Transformer, parameter_paths
+from di_jax.model.transformer import Transformer
 from kernels_pallas.choice import KernelChoice
 from scripts.train_demo.attention import TrainingAttention, entries, select_entries
 
@@ -72,20 +73,57 @@ class TrainingTransformer(Transformer):
         )
 
 
-def builder(
-    config: ModelConfig, numerics: Numerics, tables: EngramTables, *, dense: bool = False
-) -> tuple[Callable[[Mapping[str, Array]], TrainingTransformer], dict[str, tuple[int, ...]]]:
-    """(function from parameters by dotted path to the model, shapes by path)."""
-    model = nnx.eval_shape(lambda: TrainingTransformer(config, numerics, dense))
+class Build[Model: nnx.Module](Protocol):
+    """A model around fp32 master weights by dotted path."""
+
+    def __call__(self, params: Mapping[str, Array], exact: bool | Array = False) -> Model:
+        """It computes with the values that the checkpoint's formats would hold of the masters, and gradients pass
+        straight through; or, where the bool scalar `exact` says so, with the masters as they are."""
+
+
+def storages(model: nnx.Module) -> dict[str, str]:
+    """How a quantized checkpoint stores what `model` multiplies by or looks up, by dotted path: as
+    `fake_quantize_weight` names it. Norms, gates, embedding and head are not here: training has these in fp32."""
+    kinds = {
+        path: module.storage if isinstance(module, Linear) else "rows"
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Linear | EngramTable)
+    }
+    return {".".join(map(str, (*path, "weight"))): kind for path, kind in kinds.items()}
+
+
+def build_from[Model: nnx.Module](
+    make: Callable[[ModelConfig], Model], config: ModelConfig, constants: nnx.State | None = None
+) -> tuple[Build[Model], dict[str, tuple[int, ...]]]:
+    """(the function from parameters to the model that `make` gives, shapes by path). constants: its other state.
+
+    The model itself is that of an unquantized checkpoint, and takes weights of any float dtype: quantizing belongs to
+    training, once for each stack.
+    """
+    stored = storages(nnx.eval_shape(lambda: make(config)))
+    model = nnx.eval_shape(lambda: make(dataclasses.replace(config, quantization=None)))
     graph = nnx.graphdef(model)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    hashes = nnx.state(NgramHash(config, tables), HashTable)
 
-    def build(params: Mapping[str, Array]) -> TrainingTransformer:
-        loaded = nnx.from_flat_state({path: leaf.replace(params[name]) for name, (path, leaf) in flat.items()})
-        return nnx.merge(graph, nnx.merge_state(loaded, nnx.State({"ngram_hash": hashes})))
+    def build(params: Mapping[str, Array], exact: bool | Array = False) -> Model:
+        def seen(name: str) -> Array:
+            master = params[name]
+            if name not in stored:
+                return master
+            return jnp.where(exact, master, fake_quantize_weight(master, stored[name]))
 
-    return build, {name: leaf.get_value().shape for name, leaf in parameter_paths(model).items()}
+        loaded = nnx.from_flat_state({path: leaf.replace(seen(name)) for name, (path, leaf) in flat.items()})
+        return nnx.merge(graph, nnx.merge_state(loaded, constants or nnx.State({})))
+
+    return build, {name: leaf.get_value().shape for name, (_, leaf) in flat.items()}
+
+
+def builder(
+    config: ModelConfig, numerics: Numerics, tables: EngramTables, *, dense: bool = False
+) -> tuple[Build[TrainingTransformer], dict[str, tuple[int, ...]]]:
+    """`build_from` for the backbone."""
+    hashes: nnx.State = nnx.State({"ngram_hash": nnx.state(NgramHash(config, tables), HashTable)})
+    return build_from(lambda config: TrainingTransformer(config, numerics, dense), config, hashes)
 
 
 def initial(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int) -> Params:

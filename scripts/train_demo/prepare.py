@@ -43,18 +43,30 @@ SMALL_DISTANCES = (256,)
 JUDGES = {"json": "json", "calc": "number"}
 
 
-def prepare(folder: Path, packages: Path | None = None, seed: int = SEED, *, small: bool = False) -> dict[str, Any]:
+def prepare(
+    folder: Path,
+    packages: Path | None = None,
+    seed: int = SEED,
+    *,
+    small: bool = False,
+    tokenizer_file: Path | None = None,
+) -> dict[str, Any]:
     """Makes everything in `folder` anew and returns the manifest: token counts, versions, SHA-256 of every file.
 
     packages: where the fetched archives are kept (27 MB; training needs none of them), default beside `folder`.
     small: a few documents that are at hand, few examples and a small model, to try all of the training on a CPU.
+    tokenizer_file: taken in place of one trained on the texts, which other versions of Python have others of: to train
+    on from weights that were trained with it. Raises ValueError for one that is not of `tokenizer.train`.
     """
     packages = folder.with_name(f"{folder.name}_packages") if packages is None else packages
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     found = corpus.small_documents() if small else corpus.documents(corpus.fetch(packages))
     share = SMALL_SHARE if small else 1
-    trained = tokenizer.train(d.text for d in found if not d.held_out)
+    if tokenizer_file is None:
+        trained = tokenizer.train(d.text for d in found if not d.held_out)
+    else:
+        trained = tokenizer.load(tokenizer_file)
     (folder / "tokenizer.json").write_text(trained.to_str(pretty=True) + "\n", encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", tokenizer.settings())
     mapped = token_map(trained, VOCAB_SIZE, PAD_ID)
@@ -175,10 +187,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--packages", type=Path, help="where fetched archives are kept; default: FOLDER_packages")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--small", action="store_true", help="few texts, examples and weights, to try the training on")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="the tokenizer.json of weights to train on from; default: a new one",
+    )
     options = parser.parse_args(arguments)
     try:
-        manifest = prepare(options.folder.absolute(), options.packages, options.seed, small=options.small)
-    except corpus.CorpusError as error:
+        manifest = prepare(
+            options.folder.absolute(),
+            options.packages,
+            options.seed,
+            small=options.small,
+            tokenizer_file=options.tokenizer,
+        )
+    except (corpus.CorpusError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps({k: manifest[k] for k in ("seconds", "versions", "tokens")}, indent=2))

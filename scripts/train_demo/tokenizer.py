@@ -8,6 +8,7 @@ arithmetic sees the same pieces whatever the number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,9 +59,28 @@ def train(texts: Iterable[str]) -> Tokenizer:
     tokenizer.train_from_iterator((t for part in (texts, emphasis()) for t in part), trainer)
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in MARKERS])
     tokenizer.add_tokens([AddedToken(s, special=False, normalized=False) for s in VISIBLE])
-    if lost := [piece for piece in WHOLE if len(tokenizer.encode(piece, add_special_tokens=False).ids) != 1]:
+    if lost := split_pieces(tokenizer):
         raise ValueError(f"these pieces are not single tokens: {lost}; raise EMPHASIS ({EMPHASIS})")
     return tokenizer
+
+
+def load(file: Path) -> Tokenizer:
+    """One that `train` made. Raises FileNotFoundError, and ValueError for others."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; a tokenizer.json is asked for")
+    try:
+        found = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
+    special = [found.token_to_id(text) for text in (BOS, EOS, PAD)]
+    if special != [BOS_ID, EOS_ID, PAD_ID] or found.get_vocab_size() > VOCAB_SIZE or split_pieces(found):
+        raise ValueError(f"{file} is another tokenizer than the demo model's: special ids {special}, or pieces split")
+    return found
+
+
+def split_pieces(tokenizer: Tokenizer) -> list[str]:
+    """Pieces of WHOLE that are not single tokens."""
+    return [piece for piece in WHOLE if len(tokenizer.encode(piece, add_special_tokens=False).ids) != 1]
 
 
 def settings() -> dict[str, Any]:

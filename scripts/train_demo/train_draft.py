@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array, lax
 from tqdm import tqdm
 
@@ -43,7 +42,9 @@ from scripts.train_demo.dataset import Batches, Data
 from scripts.train_demo.forward import forward
 from scripts.train_demo.parameters import (
     TRAINING_KERNELS,
+    Build,
     Params,
+    build_from,
     builder,
     from_checkpoint,
     initial,
@@ -62,16 +63,9 @@ RESERVE_S = 20  # of the minutes, for the last judgement and for saving
 HELD_OUT_SEED = 3  # of the rows that training is judged by; the evaluation's are others
 
 
-def draft_builder(config: ModelConfig, numerics: Numerics) -> tuple[Callable[[Params], DraftModel], dict[str, Any]]:
-    """(function from parameters, without the checkpoint's prefix, to the draft; shapes by path)."""
-    model = nnx.eval_shape(lambda: DraftModel(config, numerics, TRAINING_KERNELS))
-    graph = nnx.graphdef(model)
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-
-    def build(params: Params) -> DraftModel:
-        return nnx.merge(graph, nnx.from_flat_state({p: leaf.replace(params[n]) for n, (p, leaf) in flat.items()}))
-
-    return build, {name: leaf.get_value().shape for name, (_, leaf) in flat.items()}
+def draft_builder(config: ModelConfig, numerics: Numerics) -> tuple[Build[DraftModel], dict[str, tuple[int, ...]]]:
+    """`build_from` for the draft; paths are without the checkpoint's prefix."""
+    return build_from(lambda config: DraftModel(config, numerics, TRAINING_KERNELS), config)
 
 
 def anchors(length: int, block: int, offset: Array, stride: int = STRIDE) -> Array:
@@ -363,6 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(record), file=log, flush=True)
             bar.update(len(values))
             bar.set_postfix(accepted=record["accepted"])
+    batches.close()
     kept.save({"weights": params, "average": average, "optimizer": state}, clock)
     print(json.dumps({"steps": clock.step, "accepted": record["accepted"], "held_out": record["held_out"]}))
     return 0

@@ -22,7 +22,7 @@ from scripts.train_demo.train_draft import blocks, draft_builder
 
 CONFIG = ModelConfig.from_dict(config_json(64, 64, 63))
 TABLES = EngramTables.build(CONFIG, np.arange(64, dtype=np.int32))
-NUMERICS = Numerics(jnp.dtype(jnp.float32), CacheFormats.plain(jnp.dtype(jnp.float32)), False, False, True)
+NUMERICS = Numerics(jnp.dtype(jnp.float32), CacheFormats.plain(jnp.dtype(jnp.float32)), False, False)
 
 
 def test_shares_are_by_what_a_weight_does() -> None:

@@ -162,7 +162,7 @@ def test_the_options_name_stages_and_both_sets_train_alike(tmp_path: Path) -> No
             assert all(f'"{word}"' in source for word in words if word.startswith("--")), stage.name
         for end in command.ENDS:
             words = options[end].split("--stages ")[1].split(" --")[0].split()
-            assert plan_of(words)
+            assert plan_of(words) and "--exact-every 2" in options[end]
         for word in ("--stride 4", "--soft", "--length 2", "--drawn 0.2", "--peak 2e-3"):
             assert f"{word} " in options["draft"]
 
@@ -195,6 +195,8 @@ def test_the_whole_in_small_interrupted_twice(tmp_path: Path) -> None:
     assert records[1]["step"] == 2 and records[1]["rate"] == pytest.approx(2 * records[0]["rate"])  # the same one
     assert records[-1]["step"] == 8 and "held_out" in records[-1]
     assert {record["stage"] for record in log("end-2/log.jsonl")} == {"dense", "sparse"}
+    for end in command.ENDS:
+        assert log(f"{end}/log.jsonl")[-1]["loss_of"].keys() == {"quantized", "masters"}, end
 
     for picture in ("end-1/loss.png", "training-log.png", "draft-log.png", "eval.png", "sts.png"):
         assert (out / picture).stat().st_size > 5_000, picture

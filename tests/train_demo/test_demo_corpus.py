@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from di_jax.checkpoint.demo import demo_checkpoint
 from di_jax.model.config import ModelConfig
 from scripts.train_demo import corpus
 from scripts.train_demo.dataset import Batches, Data
@@ -117,7 +119,10 @@ def test_a_trial_has_texts_without_fetching_any(tmp_path: Path, monkeypatch: pyt
         raise AssertionError("nothing is fetched for a trial")
 
     monkeypatch.setattr(corpus, "fetch", refuse)
-    manifest = prepare(tmp_path / "data", small=True)
+    file = demo_checkpoint() / "tokenizer.json"
+    manifest = prepare(tmp_path / "data", small=True, tokenizer_file=file)
+    taken, bundled = (Tokenizer.from_file(str(f)).to_str() for f in (tmp_path / "data/tokenizer.json", file))
+    assert taken == bundled
     assert all(manifest["tokens"][f"{name}_{split}"] > 1000 for name in ("english", "python") for split in SPLITS)
     assert not (tmp_path / "data_packages").exists()
     config = ModelConfig.from_file(tmp_path / "data/config.json")

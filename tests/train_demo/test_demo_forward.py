@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -14,19 +15,19 @@ from di_jax.model.config import ModelConfig
 from di_jax.model.engram import HashTable, NgramHash
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from di_jax.model.quantization import CacheFormats, matmul
+from di_jax.model.quantization import CacheFormats, fake_quantize_weight, matmul
 from di_jax.model.transformer import Transformer
 from kernels_pallas.expert_ffn import dense
 from kernels_pallas.index_topk import reference as index_topk
 from scripts.train_demo import attention
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.forward import cross_entropy, forward, training_layout, training_rows
-from scripts.train_demo.parameters import Params, builder, initial
+from scripts.train_demo.parameters import Params, builder, initial, storages
 
 CONFIG = ModelConfig.from_dict(config_json(64, 64, 63))
 TABLES = EngramTables.build(CONFIG, np.arange(64, dtype=np.int32))
 # Plain caches: a code that flips between two summation orders would hide a real difference.
-NUMERICS = Numerics(jnp.dtype(jnp.float32), CacheFormats.plain(jnp.dtype(jnp.float32)), False, False, True)
+NUMERICS = Numerics(jnp.dtype(jnp.float32), CacheFormats.plain(jnp.dtype(jnp.float32)), False, False)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 256)), jnp.int32)
 SAMPLE = jnp.tile(jnp.arange(15, 256, 16, dtype=jnp.int32), (2, 1))
 
@@ -38,16 +39,19 @@ def params() -> Params:
 
 @pytest.fixture(scope="module")
 def outputs(params: Params) -> dict[str, tuple[jax.Array, ...]]:
-    """(hidden, taps, index loss, covered) of the training pass, sparse and dense; (hidden, taps) of the engine's."""
+    """(hidden, taps, index loss, covered) of the training pass, sparse and dense, and sparse with the masters as they
+    are; (hidden, taps) of the engine's, with weights that are quantized first, and with the masters."""
     made: dict[str, tuple[jax.Array, ...]] = {}
     for name in ("sparse", "dense"):
         build, _ = builder(CONFIG, NUMERICS, TABLES, dense=name == "dense")
-        out = jax.jit(lambda p, build=build: forward(build(p), TOKENS, SAMPLE).__dict__)(params)
-        made[name] = (out["hidden"], out["taps"], out["index_loss"], out["covered"])
+        run = jax.jit(lambda p, exact, build=build: forward(build(p, exact), TOKENS, SAMPLE).__dict__)
+        for form, exact in ((name, False), (f"{name}, masters", True)):
+            out = run(params, jnp.bool_(exact))
+            made[form] = (out["hidden"], out["taps"], out["index_loss"], out["covered"])
 
     @jax.jit
     def engine(params: Params) -> tuple[jax.Array, jax.Array]:
-        abstract = nnx.eval_shape(lambda: Transformer(CONFIG, NUMERICS))
+        abstract = nnx.eval_shape(lambda: Transformer(dataclasses.replace(CONFIG, quantization=None), NUMERICS))
         leaves = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
         loaded = nnx.from_flat_state({path: leaf.replace(params[".".join(map(str, path))]) for path, leaf in leaves})
         hashes = nnx.State({"ngram_hash": nnx.state(NgramHash(CONFIG, TABLES), HashTable)})
@@ -56,13 +60,19 @@ def outputs(params: Params) -> dict[str, tuple[jax.Array, ...]]:
         out = model(training_rows(TOKENS), layout.allocate(), layout, taps=True)
         return out.hidden, out.taps
 
-    made["engine"] = engine(params)
+    kinds = storages(nnx.eval_shape(lambda: Transformer(CONFIG, NUMERICS)))
+    stored = jax.jit(lambda p: {path: fake_quantize_weight(p[path], kind) for path, kind in kinds.items()})(params)
+    made["engine"], made["engine, masters"] = engine(params | stored), engine(params)
     return made
 
 
 def test_it_computes_what_the_engine_computes(outputs: dict[str, tuple[jax.Array, ...]]) -> None:
-    for mine, expected in zip(outputs["sparse"], outputs["engine"]):
-        np.testing.assert_allclose(mine, expected, atol=1e-4)
+    """With quantized weights, and where the masters are to be seen as they are, with these."""
+    for form in ("", ", masters"):
+        for mine, expected in zip(outputs["sparse" + form], outputs["engine" + form]):
+            np.testing.assert_allclose(mine, expected, atol=1e-4)
+    for quantized, exact in zip(outputs["sparse"], outputs["sparse, masters"]):
+        assert np.abs(quantized - exact).max() > 1e-2
 
 
 def test_dense_attention_differs_where_more_entries_than_selected_are_reachable(outputs) -> None:
@@ -204,7 +214,12 @@ def test_losses_are_summed_by_class(params: Params) -> None:
     weights = jnp.asarray([1.0, 0.0, 4.0])
     logits = np.asarray(hidden) @ np.asarray(params["head.weight"]).T
     targets[:5] = logits[:5].argmax(axis=1)
-    mean, sums = cross_entropy(build(params), hidden, jnp.asarray(targets), jnp.asarray(classes), weights, pieces=4)
+
+    @jax.jit
+    def summed(params: Params) -> tuple[jax.Array, jax.Array]:
+        return cross_entropy(build(params), hidden, jnp.asarray(targets), jnp.asarray(classes), weights, pieces=4)
+
+    mean, sums = summed(params)
     loss = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(24), targets]
     hit = logits.argmax(axis=1) == targets
     expected = np.stack([[v[classes == c].sum() for v in (loss, hit, np.ones(24))] for c in range(3)])

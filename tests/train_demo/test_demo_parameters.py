@@ -9,28 +9,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from di_jax.checkpoint.writer import write_checkpoint
 from di_jax.model.config import ModelConfig
+from di_jax.model.dspark import LEAF_PREFIX, DraftModel
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.quantization import Fp4Block, Fp8Block, StraightThrough, fake_quantize_weight
+from di_jax.model.transformer import parameter_paths
 from scripts.train_demo import export
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.export import tensors
-from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts, save_parts
+from scripts.train_demo.parameters import (
+    Params,
+    TrainingTransformer,
+    builder,
+    from_checkpoint,
+    initial,
+    load_parts,
+    save_parts,
+    storages,
+)
 from scripts.train_demo.train_draft import draft_builder
 
 RAW = config_json(256, 256, 255)
 CONFIG = ModelConfig.from_dict(RAW)
 NUMERICS = Numerics.training()
-FP8_PLACES = ("attn.wq_a", "attn.wo_b", "shared_experts.w1", "indexers.wq_b", "engrams.wkv")
+PLACES = {
+    "fp4": ("layers.ffn.experts.w1", "draft.stages.ffn.experts.w2"),
+    "fp8": ("attn.wq_a", "attn.wo_b", "shared_experts.w1", "indexers.wq_b", "engrams.wkv", "draft.main_proj"),
+    "rows": ("engram_tables.0", "engram_tables.1"),
+    "bf16": ("compressors.wkv", "gates.wgate", "indexers.weights_proj", "draft.confidence_head.proj"),
+}
+
+
+def tables(config: ModelConfig) -> EngramTables:
+    return EngramTables.build(config, np.arange(256, dtype=np.int32))
+
+
+def values(model: nnx.Module) -> Params:
+    """What a built model computes with, by dotted path."""
+    return {path: leaf.get_value() for path, leaf in parameter_paths(model).items()}
 
 
 @pytest.fixture(scope="module")
 def params() -> Params:
-    tables = EngramTables.build(CONFIG, np.arange(256, dtype=np.int32))
-    found = initial(CONFIG, builder(CONFIG, NUMERICS, tables)[1], seed=3)
+    found = initial(CONFIG, builder(CONFIG, NUMERICS, tables(CONFIG))[1], seed=3)
     draft = initial(CONFIG, draft_builder(CONFIG, NUMERICS)[1], seed=4)
     return found | {f"draft.{path}": value for path, value in draft.items()}
 
@@ -40,20 +65,57 @@ def test_the_exported_values_are_those_that_training_used(params: Params, tmp_pa
     host = {path: np.asarray(value) for path, value in params.items()}
     write_checkpoint(tmp_path / "demo", RAW, tensors(CONFIG, host), include_mtp=True)
     stored = from_checkpoint(tmp_path / "demo", CONFIG) | from_checkpoint(tmp_path / "demo", CONFIG, draft=True)
-    assert stored.keys() == params.keys()
-    checked = set()
-    for path, value in params.items():
-        if ".experts." in path:
-            storage = "fp4"
-        elif path.startswith("engram_tables"):
-            storage = "rows"
-        elif any(place in path for place in FP8_PLACES):
-            storage = "fp8"
-        else:
-            continue
-        checked.add(storage)
-        np.testing.assert_array_equal(stored[path], np.asarray(fake_quantize_weight(value, storage)), err_msg=path)
-    assert checked == {"fp4", "fp8", "rows"}
+    backbone = {path: value for path, value in params.items() if not path.startswith(LEAF_PREFIX)}
+    draft = {path.removeprefix(LEAF_PREFIX): value for path, value in params.items() if path.startswith(LEAF_PREFIX)}
+    used = values(builder(CONFIG, NUMERICS, tables(CONFIG))[0](backbone))
+    used |= {LEAF_PREFIX + path: value for path, value in values(draft_builder(CONFIG, NUMERICS)[0](draft)).items()}
+    assert stored.keys() == params.keys() == used.keys()
+    kinds = storages(nnx.eval_shape(lambda: TrainingTransformer(CONFIG, NUMERICS, dense=False)))
+    of_draft = storages(nnx.eval_shape(lambda: DraftModel(CONFIG, NUMERICS)))
+    kinds |= {LEAF_PREFIX + path: kind for path, kind in of_draft.items()}
+    for path, value in used.items():
+        if path in kinds:
+            np.testing.assert_array_equal(stored[path], value, err_msg=path)
+        else:  # of bfloat16 or float32 in the checkpoint, of float32 in training
+            np.testing.assert_array_equal(value, params[path], err_msg=path)
+            np.testing.assert_allclose(stored[path], value, rtol=2**-8, err_msg=path)
+    for kind, places in PLACES.items():
+        for place in places:
+            paths = [path for path in used if place in path]
+            assert paths and all(kinds[path] == kind for path in paths), place
+            assert not any(np.array_equal(used[path], params[path]) for path in paths), place
+
+
+def test_a_step_may_see_the_masters_as_they_are() -> None:
+    """One program for both; the gradient is straight through in either."""
+    config = ModelConfig.from_dict(config_json(256, 256, 255, small=True))
+    build, shapes = builder(config, NUMERICS, tables(config))
+    masters = initial(config, shapes, seed=1)
+    kinds = storages(nnx.eval_shape(lambda: TrainingTransformer(config, NUMERICS, dense=False)))
+    assert set(kinds.values()) == {"fp4", "fp8", "rows", "bf16"} and kinds.keys() < masters.keys()
+
+    @jax.jit
+    def seen(masters: Params, exact: jax.Array) -> tuple[Params, Params]:
+        """(values of the model, gradient of their sum)."""
+        found, back = jax.vjp(lambda params: values(build(params, exact)), masters)
+        return found, back(jax.tree.map(jnp.ones_like, found))[0]
+
+    @jax.jit
+    def unasked(masters: Params) -> tuple[Params, Params, Params]:
+        """Values without the flag, and with one that is no array; and the formats' own."""
+        stored = {path: fake_quantize_weight(masters[path], kind) for path, kind in kinds.items()}
+        return values(build(masters)), values(build(masters, exact=True)), masters | stored
+
+    default, plain, stored = unasked(masters)
+    for path, master in masters.items():
+        np.testing.assert_array_equal(default[path], stored[path], err_msg=path)
+        np.testing.assert_array_equal(plain[path], master, err_msg=path)
+    for exact in (False, True):
+        found, gradient = seen(masters, jnp.bool_(exact))
+        for path, master in masters.items():
+            np.testing.assert_array_equal(found[path], master if exact else stored[path], err_msg=path)
+            np.testing.assert_array_equal(gradient[path], jnp.ones_like(master), err_msg=path)
+            assert np.array_equal(found[path], master) is not (path in kinds and not exact), path
 
 
 def test_weights_travel_in_small_files(params: Params, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from di_jax.chat import ChatEncoder
+from di_jax.checkpoint.demo import demo_checkpoint
 from di_jax.tokenizer import Tokenizer as EngineTokenizer
 from scripts.train_demo import tokenizer
 
@@ -51,3 +52,16 @@ def test_a_piece_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "MERGES", 100)
     with pytest.raises(ValueError, match=r"not single tokens: .*raise EMPHASIS"):
         tokenizer.train(["abc"])
+
+
+def test_the_tokenizer_of_a_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
+    file = demo_checkpoint() / "tokenizer.json"
+    assert tokenizer.load(file).to_str() == Tokenizer.from_file(str(file)).to_str()
+    with pytest.raises(FileNotFoundError, match=r"none\.json: no such file"):
+        tokenizer.load(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"text\.json is not a tokenizer\.json"):
+        tokenizer.load(tmp_path / "text.json")
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(ValueError, match=r"empty\.json is another tokenizer"):
+        tokenizer.load(tmp_path / "empty.json")

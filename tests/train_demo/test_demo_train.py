@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
+import threading
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from di_jax.checkpoint.demo import demo_checkpoint
+from di_jax.model.config import ModelConfig
+from di_jax.model.engram_tables import EngramTables
+from di_jax.model.linear import Numerics
+from di_jax.model.quantization import fake_quantize_weight
+from scripts.train_demo import train
+from scripts.train_demo.architecture import config_json
 from scripts.train_demo.curriculum import FLOOR, STAGES, WARM_UP, Clock, Rate, curriculum, plan_of
+from scripts.train_demo.parameters import TrainingTransformer, builder, initial, storages
 from scripts.train_demo.tasks import CALC, CLASSES, RECALL
-from scripts.train_demo.train import BIAS_STEP, balanced, by_kind, sample_positions
+from scripts.train_demo.train import BIAS_STEP, LOGGED_EVERY, Stretch, balanced, by_form, by_kind, sample_positions
 from scripts.train_demo.train_report import join, join_drafts, kernel_table, main, plot
 
 
@@ -82,6 +94,105 @@ def test_kinds_are_means_of_what_occurred() -> None:
     assert kinds["calc"] == {"loss": 0.5, "right": 0.75, "tokens": 8}
     assert kinds["recall_far"] == {"loss": 0.5, "right": 0.25, "tokens": 12}
     assert set(kinds) == {"calc", "recall_1", "recall_64", "recall_1024", "recall_far"}
+
+
+@pytest.mark.parametrize(("every", "before", "expected"), [(0, 0, []), (1, 0, [1, 2, 3]), (3, 4, [6, 9, 12])])
+def test_each_nth_step_sees_the_masters(tmp_path: Path, every: int, before: int, expected: list[int]) -> None:
+    """Steps are numbered as in the log, over all stretches."""
+    clock, exact = Clock(step=before), []
+
+    def step(params: None, state: None, tokens: int, classes: int, rate: jax.Array, flag: jax.Array) -> tuple:
+        assert flag.dtype == bool and rate.dtype == np.float32
+        if flag:
+            exact.append(clock.step + 1)
+        names = ("index", "covered", "covered_recall", "balance", "gradient")
+        report = {"loss": jnp.float32(3.0 if flag else 2.0), "classes": np.zeros((len(CLASSES), 3))}
+        return params, state, report | dict.fromkeys(names, np.zeros(1))
+
+    stretch = Stretch(clock, Rate(1.0, 1.0, 1.0), math.inf, tmp_path / "log.jsonl", exact_every=every)
+    (stage, _), *_ = plan_of(["sparse"], rows=1, length=128)
+    stretch.run(stage, math.inf, step, iter([(0, 0)] * (1 + LOGGED_EVERY)), {}, None)
+    assert clock.step == before + 1 + LOGGED_EVERY and exact[:3] == expected
+    assert len(exact) == (clock.step // every - before // every if every else 0)
+    first, second = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    forms = {0: {"quantized": 2.0}, 1: {"masters": 3.0}, 3: {"quantized": 2.0, "masters": 3.0}}
+    assert first["exact_every"] == every == second["exact_every"] and second["loss_of"] == forms[every]
+    assert first["loss_of"] == (forms[1] if every == 1 else forms[0])  # of the first step alone
+
+
+def test_a_loss_is_told_by_the_weights_that_were_seen() -> None:
+    steps = [{"loss": loss, "exact": exact} for loss, exact in ((1.0, False), (2.0, True), (2.0, False))]
+    assert by_form(steps) == {"quantized": 1.5, "masters": 2.0}
+    assert by_form(steps[:1]) == {"quantized": 1.0}
+
+
+def test_a_negative_number_of_steps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", str(tmp_path), "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        train.main([*words, "--minutes", "1", "--total-minutes", "1", "--exact-every", "-1"])
+    assert "--exact-every -1: a number of steps" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_other_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids that mean something else: on from there a training learns everything anew, and nothing says so."""
+    mine = json.loads((demo_checkpoint() / "tokenizer.json").read_text(encoding="utf-8"))
+    assert train.other_tokens(demo_checkpoint(), demo_checkpoint()) is None
+    first, second, *rest = mine["model"]["merges"]
+    data, checkpoint = tmp_path / "data", tmp_path / "checkpoint"
+    for folder, merges in ((data, [first, second, *rest]), (checkpoint, [second, first, *rest])):
+        folder.mkdir()
+        changed = {**mine, "model": {**mine["model"], "merges": merges}}
+        (folder / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
+    words = ["--data", str(data), "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        train.main([*words, "--minutes", "1", "--total-minutes", "1", "--checkpoint", str(checkpoint)])
+    assert f"prepare data with --tokenizer {checkpoint / 'tokenizer.json'}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (checkpoint / "tokenizer.json").unlink()
+    assert train.other_tokens(data, checkpoint) == f"{checkpoint / 'tokenizer.json'}: no such file"
+
+
+def test_batches_come_in_order_and_their_thread_ends() -> None:
+    """One that was still making arrays when the interpreter ended would abort the process."""
+    before = set(threading.enumerate())
+    made = ({"tokens": np.full(2, i), "classes": np.zeros(2, np.uint8)} for i in itertools.count())
+    batches = train.prefetch(made, depth=2)
+    assert [int(next(batches)[0][0]) for _ in range(4)] == [0, 1, 2, 3]
+    (thread,) = set(threading.enumerate()) - before
+    batches.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_step_has_the_loss_of_the_weights_that_it_sees() -> None:
+    """Of the masters' formats, which are the same masters once they are rounded; or of the masters."""
+    config = ModelConfig.from_dict(config_json(64, 64, 63, small=True))
+    tables = EngramTables.build(config, np.arange(64, dtype=np.int32))
+    (stage, _), *_ = plan_of(["sparse"], rows=1, length=128)
+    numerics = Numerics.training("bfloat16")
+    masters = initial(config, builder(config, numerics, tables)[1], seed=1)
+    kinds = storages(nnx.eval_shape(lambda: TrainingTransformer(config, numerics, dense=False)))
+    rounded = masters | {path: fake_quantize_weight(masters[path], kind) for path, kind in kinds.items()}
+    opt = train.optimizer(1e-3)
+    step = train.make_step(config, tables, stage, opt)
+    tokens = np.random.default_rng(0).integers(0, 64, (1, 129)).astype(np.int32)
+
+    def made(weights: dict[str, jax.Array], exact: bool) -> tuple[float, np.ndarray]:
+        """(loss, an update)."""
+        params = jax.tree.map(jnp.copy, weights)  # what the step is given it keeps
+        report: dict[str, jax.Array]
+        classes = np.zeros((1, 128), np.uint8)
+        params, _, report = step(params, opt.init(params), tokens, classes, jnp.float32(1e-3), jnp.bool_(exact))
+        path = "layers.attn.wq_a.weight"
+        return float(report["loss"]), np.asarray(params[path] - weights[path])
+
+    quantized, exact = made(masters, False), made(masters, True)
+    for found in (made(rounded, False), made(rounded, True)):
+        assert found[0] == quantized[0] != exact[0]
+    # Both train the masters, each by its own gradient.
+    assert all(np.abs(update).max() > 1e-4 for _, update in (quantized, exact))
+    assert not np.array_equal(quantized[1], exact[1])
 
 
 def test_logs_of_stretches_are_joined() -> None:
