@@ -1,6 +1,6 @@
 # make demo   sets up .venv and answers configs/demo.jsonl with the bundled checkpoint
 # make test   style, types and tests;  make test-slow: the slow tests too;  make check: style and types only
-# make test-gpu   the kernels on this machine's Hopper GPU, beside the reference (skipped without one)
+# make test-gpu   the kernels on this machine's Hopper GPU, beside the reference (needs one)
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-gpu check
@@ -26,6 +26,9 @@ test-slow: check
 
 # In one process: each would take most of the GPU's memory.
 test-gpu: $(INSTALLED)
+	@$(PYTHON) -c 'import sys; from kernels_pallas.hopper import unavailable; \
+	  why = unavailable(); sys.exit(why and f"no kernel to test here: {why}")' || { \
+	  echo "The backend of an NVIDIA machine: $(PYTHON) -m pip install -c constraints.txt -e '.[cuda13,test]'" >&2; exit 1; }
 	$(PYTHON) -m pytest -q -rs -m '' tests/kernels/*/test_*_on_hopper.py
 
 check: $(INSTALLED)

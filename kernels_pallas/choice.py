@@ -28,11 +28,16 @@ class KernelChoice:
         return dict(self.overrides).get(operation, self.default)
 
 
-def choose[F: Callable[..., object]](operation: str, implementation: str, available: Mapping[str, F]) -> F:
-    """The implementation to call. `available` is ordered from the most to the least specialised."""
+def choose[F: Callable[..., object]](
+    operation: str, implementation: str, available: Mapping[str, F], why: str | None = None
+) -> F:
+    """The implementation to call. `available` is ordered from the most to the least specialised.
+
+    why: what keeps others from being available, which is logged.
+    """
     if implementation == "auto":
         name = next(iter(available))
-        _log_once(operation, name)
+        _log_once(operation, name, why)
         return available[name]
     if implementation not in available:
         raise UnknownImplementation(
@@ -45,8 +50,8 @@ def choose[F: Callable[..., object]](operation: str, implementation: str, availa
 _logged: set[tuple[str, str]] = set()
 
 
-def _log_once(operation: str, name: str) -> None:
+def _log_once(operation: str, name: str, why: str | None) -> None:
     if (operation, name) in _logged:
         return
     _logged.add((operation, name))  # before logging: steps compile in several threads
-    logger.info("kernel %s: auto chose %s", operation, name)
+    logger.info("kernel %s: auto chose %s%s", operation, name, f", as {why}" if why else "")

@@ -35,4 +35,4 @@ def choose_kernel[F: Callable[..., object]](
     if implementation == KERNEL and why is not None:
         raise UnsupportedShape(f"kernels: {operation} cannot run {KERNEL} here: {why}")
     available = {"reference": reference} if why is not None else {KERNEL: kernel, "reference": reference}
-    return choose(operation, implementation, available)
+    return choose(operation, implementation, available, why)

@@ -54,6 +54,7 @@ from di_jax.platforms.accelerators import ACCELERATORS, Accelerator
 from di_jax.platforms.devices import configure_jax, require_devices
 from di_jax.platforms.topologies import compile_only_devices
 from kernels_pallas.choice import KernelChoice
+from kernels_pallas.hopper import KERNEL
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,9 @@ class Planner:
             quantize_activations=config.model.quantize_activations,
             wo_a_input=config.model.wo_a_input,
         )
-        kernels = KernelChoice(config.kernels.implementation, config.kernels.overrides)
+        # A kernel is planned as what it computes: the machine that plans need not be able to run it.
+        named = tuple((op, "reference" if name == KERNEL else name) for op, name in config.kernels.overrides)
+        kernels = KernelChoice(config.kernels.implementation, named)
         self.model: Transformer = abstract_model(model_config, self.numerics, kernels, self.parallel)
         self.graph, self.params = nnx.split(self.model)
         self.draft: DraftModel | None = None

@@ -24,6 +24,8 @@ def test_auto_takes_the_first_and_logs_once(caplog: pytest.LogCaptureFixture, mo
     assert [r.getMessage() for r in caplog.records] == ["kernel index_topk: auto chose fast"]
     choose("expert_ffn", "auto", AVAILABLE)
     assert len(caplog.records) == 2, "once for every operation"
+    choose("sparse_attention", "auto", {"reference": lambda: 2}, "the query must be bfloat16, it is float32")
+    assert caplog.messages[-1].endswith("auto chose reference, as the query must be bfloat16, it is float32")
 
 
 def test_a_named_implementation_is_taken_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
