@@ -5,7 +5,8 @@ python -m scripts.fit_sts --checkpoint FOLDER --input texts.jsonl --out sts.json
 
 Target and draft run teacher-forced over rows of --length tokens: a held-out mix of the demo's training data, or the
 texts of a file of `prompt` or `prompt_token_ids` records. The temperatures are fitted on every other row and judged on
-the rest; they go into `speculative.confidence_temperatures`. A reliability diagram is drawn beside the JSON.
+the rest; they go into `speculative.confidence_temperatures`. A position keeps 1 where no temperature clearly lowers the
+error on rows that it was not fitted on. A reliability diagram is drawn beside the JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import dataclasses
 import datetime
 import json
 import platform
+import shlex
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.checkpoint.loader import load_leaves
 from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.commands.records import read_records
-from di_jax.engine.confidence import calibration_error, fit_temperatures, reliability, survival
+from di_jax.engine.confidence import calibration_error, fit_temperatures, ranking_quality, reliability, survival
 from di_jax.model.config import ModelConfig
 from di_jax.model.dspark import DraftModel, assemble_draft
 from di_jax.model.engram_tables import EngramTables
@@ -155,23 +158,33 @@ def text_rows(path: Path, tokenizer: Tokenizer, length: int, count: int) -> Rows
     return Rows(tokens, np.full((count, length), TEXT, np.uint8))
 
 
-def calibrate(found: Blocks) -> tuple[np.ndarray, dict[str, Any], Blocks]:
-    """(temperatures [k] fitted on the even rows, errors of the survival on the odd rows, those rows' blocks).
+def calibrate(found: Blocks) -> tuple[np.ndarray, dict[str, dict[str, Any]], Blocks]:
+    """(temperatures [k] fitted on the even rows, measures of the survival on the odd rows before and after, those rows'
+    blocks). Measures: the calibration error, and the area under the ROC curve, which temperatures are not to change.
 
     Only blocks that no end token cuts are counted.
     """
     whole = found.select(found.live.all(axis=1))
     fitted, judged = whole.select(whole.row % 2 == 0), whole.select(whole.row % 2 == 1)
-    temperatures = fit_temperatures(fitted.score, fitted.accepted)
-    errors = {}
-    for name, divisor in (("before", None), ("after", temperatures)):
-        chance = survival(judged.score, divisor)
-        each = [calibration_error(chance[:, k], judged.accepted[:, k]) for k in range(chance.shape[1])]
-        errors[name] = {
-            "all": round(calibration_error(chance.reshape(-1), judged.accepted.reshape(-1)), 5),
-            "by_position": [round(e, 5) for e in each],
+    temperatures = fit_temperatures(fitted.score, fitted.accepted, fitted.row)
+    measures = {}
+    for name, measure in (("calibration_error", calibration_error), ("ranking_quality", ranking_quality)):
+        measures[name] = {
+            "before": by_position(measure, survival(judged.score), judged.accepted),
+            "after": by_position(measure, survival(judged.score, temperatures), judged.accepted),
         }
-    return temperatures, errors, judged
+    return temperatures, measures, judged
+
+
+def by_position(
+    measure: Callable[[np.ndarray, np.ndarray], float], chance: np.ndarray, accepted: np.ndarray
+) -> dict[str, Any]:
+    """A measure of all survivals, and of those up to each draft."""
+    each = [measure(chance[:, k], accepted[:, k]) for k in range(chance.shape[1])]
+    return {
+        "all": round(measure(chance.reshape(-1), accepted.reshape(-1)), 5),
+        "by_position": [round(value, 5) for value in each],
+    }
 
 
 def chart(judged: Blocks, temperatures: np.ndarray, picture: Path) -> None:
@@ -205,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     source.add_argument("--input", type=Path, help="texts, as .jsonl records")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row, a multiple of 128")
     parser.add_argument("--rows", type=int, default=64, help="rows, at most")
+    parser.add_argument("--note", default="", help="kept with the results")
     parser.add_argument("--out", type=Path, required=True, help="JSON; the diagram goes beside it")
     args = parser.parse_args(arguments)
     tokenizer, target, draft = load_models(resolve_checkpoint(args.checkpoint))
@@ -213,14 +227,18 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         rows = text_rows(args.input, tokenizer, args.length, args.rows)
     found = collect(target, draft, rows, tokenizer.eos_id)
-    temperatures, errors, judged = calibrate(found)
+    temperatures, measures, judged = calibrate(found)
     text, answers = found.select(found.kind == TEXT), found.select(found.kind != TEXT)
+    source_words = ["--data", str(args.data)] if args.data else ["--input", str(args.input)]
+    sizes = ["--length", str(args.length), "--rows", str(args.rows)]
+    words = ["--checkpoint", args.checkpoint, *source_words, *sizes, "--out", str(args.out)]
     result = {
         "kind": "sts",
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
-        "command": "python -m scripts.fit_sts --checkpoint demo --data build/train_demo --out FILE",
+        "command": shlex.join(["python", "-m", "scripts.fit_sts", *words]),
+        "note": args.note,
         "rows": len(rows.tokens),
         "accepted_drafts": {
             name: part.lengths()
@@ -228,11 +246,11 @@ def main(arguments: list[str] | None = None) -> int:
             if len(part.score)
         },
         "confidence_temperatures": [round(float(t), 4) for t in temperatures],
-        "calibration_error": errors,
+        **measures,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     chart(judged, temperatures, args.out.with_suffix(".png"))
-    print(json.dumps({k: result[k] for k in ("accepted_drafts", "confidence_temperatures", "calibration_error")}))
+    print(json.dumps({k: result[k] for k in ("accepted_drafts", "confidence_temperatures", *measures)}))
     return 0
 
 

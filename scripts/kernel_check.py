@@ -174,8 +174,8 @@ def demo_result(compile_dir: str) -> dict[str, Any]:
     config = load_config("quickstart").with_values({**DEMO, "cache.compile_dir": compile_dir})
     with LLM(config) as llm:
         outputs = llm.generate(list(TASKS), SamplingParams(temperature=0.0, max_tokens=16))
-    # By the engine of the baselines: four rows at a time in place of one, whose cached codes flip elsewhere, moved the
-    # perplexity of 2,443 tokens by 0.7% (H200).
+    # By the engine of the baselines: one of other shapes, four rows at a time, found another perplexity of the 2,443
+    # tokens by 0.7% (H200, twice the same), as cached codes flip elsewhere.
     found = measure("bfloat16")
     answers = {task: output.outputs[0].text for task, output in zip(TASKS, outputs, strict=True)}
     problems += [f"{task!r} was answered {answers[task]!r}" for task in TASKS if answers[task] != TASKS[task]]

@@ -21,7 +21,7 @@ from di_jax.engine.engine import Engine
 from di_jax.engine.metrics import StepReport
 from di_jax.engine.step_plan import Bucket
 from di_jax.engine.step_policy import DECODE, PREFILL
-from di_jax.errors import UserError
+from di_jax.errors import ConfigError, UserError
 from di_jax.sampling_params import SamplingParams
 from di_jax.tokenizer import Tokenizer
 
@@ -111,6 +111,39 @@ def test_a_synchronous_engine_is_measured_too() -> None:
     rows = bench_host.measure(config, partial(tqdm, disable=True))
     assert [row["phase"] for row in rows] == [PREFILL, DECODE]
     assert all(row["host_us"] > 0 and row["post_us"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_steps_with_drafts_are_measured_too(asynchronous: bool) -> None:
+    config = small(**{"engine.async_scheduling": asynchronous, "speculative.enabled": True, "bench.batch_sizes": [8]})
+    _, decode = bench_host.measure(config, partial(tqdm, disable=True))
+    assert decode["phase"] == DECODE and decode["batch"] == 8 and decode["host_us"] > 0
+    assert 2 * 8 < decode["tokens_per_step"] < 6 * 8, "several tokens of each request"
+
+
+@pytest.mark.parametrize("varlen", [True, False])
+def test_a_device_that_does_nothing_drafts_verifies_and_accepts(varlen: bool) -> None:
+    """As the books of an engine have it: every step drafts, blocks are given back, and answers are as long as asked."""
+    engine = bench_host.null_engine(small(**{"speculative.enabled": True, "speculative.varlen": varlen}))
+    books, sampling = (
+        engine.speculation,
+        SamplingParams(temperature=1.0, max_tokens=101, ignore_eos=True, detokenize=False, n=2),
+    )
+    assert books is not None and (books.profile is not None) == varlen
+    requests = [engine.add_request([5] * (100 + at), sampling) for at in range(4)]
+    while (report := engine.step()) is not None:
+        engine.scheduler.check()
+        assert bool(report.bucket.drafts) == (report.kind == DECODE) and not books.switch.pause
+    for one in (one for request in requests for one in request.sequences):
+        assert len(one.output_ids) == len(one.logprobs) == 101 and one.finish_reason == "length"
+        assert one.drafted == 5 * one.decode_steps or one.drafted == 5 * (one.decode_steps - 1)
+        assert 1.5 < one.accepted / one.decode_steps < 3.2 and one.accepted < one.verified <= one.drafted
+    assert all(ledger.num_available == ledger.num_blocks for ledger in engine.scheduler.ledgers)
+
+
+def test_more_drafts_than_the_model_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"speculative.num_draft_tokens: 6 is more than the 5 drafts"):
+        bench_host.null_engine(small(**{"speculative.enabled": True, "speculative.num_draft_tokens": 6}))
 
 
 def test_answers_become_text_only_when_it_is_asked_for(engine: Engine, golden: Path) -> None:

@@ -102,10 +102,33 @@ def test_temperatures_are_judged_on_rows_that_they_were_not_fitted_on() -> None:
     rng = np.random.default_rng(2)
     right = rng.normal(0.5, 1.5, (6000, 3))
     overlap = 1 / (1 + np.exp(-right))
-    temperatures, errors, judged = calibrate(made(right * [4.0, 2.0, 1.0], overlap))
+    temperatures, measures, judged = calibrate(made(right * [4.0, 2.0, 1.0], overlap))
     assert (judged.row % 2 == 1).all()
     np.testing.assert_allclose(temperatures, [4.0, 2.0, 1.0], rtol=0.35)
+    errors, ranking = measures["calibration_error"], measures["ranking_quality"]
     assert errors["after"]["all"] < 0.02 < 0.04 < errors["before"]["all"]
+    assert ranking["after"]["by_position"][0] == ranking["before"]["by_position"][0] > 0.7
+
+
+def test_blocks_of_a_row_stay_in_one_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    fit = fit_sts.fit_temperatures
+    monkeypatch.setattr(fit_sts, "fit_temperatures", lambda *words: told.append(words[2]) or fit(*words))
+    rng = np.random.default_rng(2)
+    calibrate(made(rng.normal(0, 1, (40, 2)), rng.random((40, 2))))
+    assert [texts.tolist() for texts in told] == [list(range(0, 40, 2))]
+
+
+def test_on_the_bundled_checkpoint_no_error_rises_and_the_ranking_stays() -> None:
+    result = json.loads((Path(fit_sts.__file__).parent / "results" / "demo-sts.json").read_text(encoding="utf-8"))
+    errors, ranking = result["calibration_error"], result["ranking_quality"]
+    positions = [errors[when]["by_position"] for when in ("before", "after")]
+    assert len(positions[0]) == len(result["confidence_temperatures"]) == 5
+    assert all(after <= before < 0.03 for before, after in zip(*positions, strict=True))
+    assert errors["after"]["all"] <= errors["before"]["all"]
+    ranks = [ranking[when]["by_position"] for when in ("before", "after")]
+    np.testing.assert_allclose(ranks[1], ranks[0], atol=1e-3)
+    assert min(ranks[0]) > 0.7
 
 
 def test_texts_are_cut_into_rows(models: tuple, tmp_path: Path) -> None:

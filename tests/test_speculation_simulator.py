@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))  # scripts are run from a checkout, not installed
 
 from di_jax.engine.confidence import calibration_error
-from di_jax.engine.verification import MARGIN
+from di_jax.engine.speculation import LOOK_EVERY
+from di_jax.engine.verification import Promises
 from scripts import speculation_simulator as simulator
-from scripts.speculation_simulator import ACCEPTED_LENGTH, Blocks, remixed, rescaled, simulate
+from scripts.speculation_simulator import (
+    ACCEPTED_LENGTH,
+    DRAFTS,
+    AnyRows,
+    Blocks,
+    EnginePolicy,
+    Policy,
+    remixed,
+    rescaled,
+    simulate,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +42,23 @@ def blocks(recorded: Blocks) -> Blocks:
     return rescaled(recorded, ACCEPTED_LENGTH)[0]
 
 
-def run(blocks: Blocks, requests: int, steps: int = 60, margin: float = MARGIN, grain: int = 1) -> simulator.Row:
-    return simulate(np.random.default_rng(1), blocks, requests, steps, margin, grain)
+def run(
+    blocks: Blocks, requests: int, policy: Callable[[int], Policy] = EnginePolicy, steps: int = 60
+) -> simulator.Row:
+    return simulate(np.random.default_rng(1), blocks, requests, steps, policy(requests))
+
+
+class Recorded:
+    """Keeps the rows of a policy's steps."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.all_rows, self.rows = policy, policy.all_rows, list[int]()
+        self.land, self.replace = policy.land, policy.replace
+
+    def launch(self) -> tuple[int, np.ndarray]:
+        rows, caps = self.policy.launch()
+        self.rows.append(rows)
+        return rows, caps
 
 
 def test_step_times_reproduce_the_published_chart() -> None:
@@ -77,19 +105,69 @@ def test_buckets() -> None:
     assert simulator.buckets(4, 1)[:4] == [1, 2, 3, 4]
 
 
-def test_verifying_everything_gains_nothing(blocks: Blocks) -> None:
-    row = run(blocks, 4, margin=np.inf)
+@pytest.mark.parametrize("grain", [1, 8])
+def test_verifying_everything_gains_nothing(blocks: Blocks, grain: int) -> None:
+    row = run(blocks, 2, partial(AnyRows, margin=np.inf, grain=grain))
     assert (row["verified"], row["gain"]) == (5, 0)
     assert row["accepted_length"] == row["fixed_accepted_length"]
 
 
-@pytest.mark.parametrize("grain", [1, 8])
-def test_gain_is_never_negative_and_verified_never_rises(blocks: Blocks, grain: int) -> None:
-    rows = [run(blocks, requests, grain=grain) for requests in (1, 8, 16, 40, 96, 256)]
+@pytest.mark.parametrize("policy", [EnginePolicy, AnyRows, partial(AnyRows, grain=8)])
+def test_gain_is_never_negative_and_verified_never_rises(blocks: Blocks, policy: Callable[[int], Policy]) -> None:
+    rows = [run(blocks, requests, policy) for requests in (1, 8, 16, 40, 96, 256)]
     assert all(row["gain"] >= 0 for row in rows)
     verified, gain = ([row[name] for row in rows] for name in ("verified", "gain"))
     assert verified == sorted(verified, reverse=True) and verified[0] == 5 > verified[-1]
     assert 0.05 < gain[-2] < gain[-1]
+
+
+def test_the_engine_chooses_among_its_shapes_and_looks_every_few_steps(blocks: Blocks) -> None:
+    requests, steps = 40, 200
+    engine = EnginePolicy(requests)
+    recorded = Recorded(engine)
+    row = simulate(np.random.default_rng(1), blocks, requests, steps, recorded, warm_up=0)
+    assert set(recorded.rows) == {4 * requests, 6 * requests} < set(engine.ladder.verify_rows(requests))
+    assert recorded.rows[0] == engine.all_rows and engine.table.drafted.all()
+    assert row["verified"] == pytest.approx(np.mean(recorded.rows) / requests - 1)
+    # Once it was seen to pay; another choice before that is of the first looks, of every step.
+    changes = {at % LOOK_EVERY for at in np.flatnonzero(np.diff(recorded.rows[steps // 2 :])).tolist()}
+    assert len(changes) == 1
+    ledger = engine.books.ledgers[0]
+    in_flight = ledger.scheduled - ledger.processed  # none of a request that has just come
+    assert in_flight.max() == 1 and in_flight.min() >= 0 and in_flight.sum() > requests // 2
+
+
+def test_the_other_arm_chooses_other_row_counts_and_at_every_step(blocks: Blocks) -> None:
+    recorded = Recorded(AnyRows(40))
+    simulate(np.random.default_rng(1), blocks, 40, 200, recorded, warm_up=0)
+    assert len(set(recorded.rows)) > len(EnginePolicy(40).ladder.verify_rows(40))
+    assert len({at % LOOK_EVERY for at in np.flatnonzero(np.diff(recorded.rows[100:])).tolist()}) == LOOK_EVERY
+
+
+def test_the_engine_learns_that_confidence_promises_too_much(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    boastful = dataclasses.replace(blocks, confidence=blocks.confidence**0.7)
+    true, learning = EnginePolicy(64), EnginePolicy(64)
+    simulate(np.random.default_rng(1), blocks, 64, 60, true)
+    learned = simulate(np.random.default_rng(1), boastful, 64, 60, learning)
+    assert learning.books.promises.ratio < 0.9 < true.books.promises.ratio < 1.15
+    monkeypatch.setattr(Promises, "add", lambda *_: None)
+    believed = run(boastful, 64)
+    assert believed["verified"] == 5 > learned["verified"] + 0.5
+    assert believed["gain"] == 0 < learned["gain"]
+
+
+def test_another_request_in_a_slot_voids_what_is_in_flight(blocks: Blocks) -> None:
+    policy = EnginePolicy(2)
+    certain, hopeless = np.ones((1, DRAFTS), np.float32), np.full((1, DRAFTS), 0.25, np.float32)
+    policy.replace(np.arange(2), np.repeat(certain, 2, axis=0))
+    policy.launch()
+    policy.replace(np.array([1]), hopeless)
+    five = np.full(2, DRAFTS)
+    policy.land(five, five, np.repeat(certain, 2, axis=0))
+    ledger = policy.books.ledgers[0]
+    assert ledger.processed.tolist() == [2, 1]  # prefill and step; prefill alone
+    seen = ledger.schedule(np.arange(2)), ledger.schedule(np.arange(2))
+    assert seen[1].survival[0, 1].tolist() == [0.25, 0.0625, 0.015625, 0.00390625, 0.0009765625]
 
 
 def test_a_confidence_that_says_nothing_gains_less(blocks: Blocks) -> None:
@@ -111,16 +189,23 @@ def test_a_run_in_small_writes_its_files(tmp_path: Path, capsys: pytest.CaptureF
 def test_committed_results() -> None:
     results = json.loads(simulator.RESULTS.read_text(encoding="utf-8"))
     assert {"kind", "device", "versions", "command", "date", "seed", "power", "published", "notes"} <= results.keys()
+    assert results["notes"] == simulator.NOTES
     assert simulator.RECORDING.stat().st_size < 300_000
-    mine = {row["requests"]: row for row in results["rows"] if row["arm"] == "engine"}
-    assert tuple(mine) == simulator.CONCURRENCY
-    assert all(row["gain"] >= 0 for row in mine.values())
-    verified = [row["verified"] for row in mine.values()]
-    assert verified == sorted(verified, reverse=True)
-    assert mine[16]["gain"] == 0 and mine[16]["verified"] == 5
-    assert 0.03 < mine[60]["gain"] < 0.07 and 0.07 < mine[96]["gain"] < 0.12
-    assert all(abs(row["fixed_accepted_length"] - ACCEPTED_LENGTH) < 0.05 for row in mine.values())
-    perfect = {row["requests"]: row["gain"] for row in results["rows"] if row["arm"] == "perfect"}
-    assert all(perfect[requests] > mine[requests]["gain"] for requests in (60, 96, 256))
+    rows = {(row["arm"], row["requests"]): row for row in results["rows"]}
+    for arm in ("engine", "any_rows", "buckets"):
+        mine = {requests: row for (name, requests), row in rows.items() if name == arm}
+        assert tuple(mine) == simulator.CONCURRENCY
+        assert all(row["gain"] >= 0 for row in mine.values())
+        verified = [row["verified"] for row in mine.values()]
+        assert verified == sorted(verified, reverse=True)
+        assert mine[16]["gain"] == 0 and mine[16]["verified"] == 5
+        assert 0.03 < mine[60]["gain"] < 0.07 and 0.07 < mine[96]["gain"] < 0.12
+        assert all(abs(row["fixed_accepted_length"] - ACCEPTED_LENGTH) < 0.05 for row in mine.values())
+    for requests in simulator.CONCURRENCY:
+        engine, free = rows["engine", requests], rows["any_rows", requests]
+        assert free["gain"] >= engine["gain"]
+        assert free["gain"] - engine["gain"] < (0.0025 if 60 <= requests <= 96 else 0.06)
+    assert rows["engine", 60]["verified"] == rows["engine", 96]["verified"] == 3
+    assert all(rows["perfect", requests]["gain"] > rows["engine", requests]["gain"] for requests in (60, 96, 256))
     for row in results["published"][1:]:
         assert row["rescaled_accepted"] < row["accepted_length"] < row["remixed_accepted"]

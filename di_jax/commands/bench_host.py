@@ -3,6 +3,9 @@
 The engine, its scheduler, ledgers and prefix cache are the real ones, with the sizes of the model that `model.path`
 names; weights are not read and nothing runs on a device. Left out is therefore what jax itself takes to send a step off
 and to fetch its tokens; rows of kind engine have that.
+
+With `speculative.enabled` steps draft and verify as on a device: the host chooses rows, books blocks of tokens and
+confidences, and nothing is computed. What drafting gains is for scripts/speculation_simulator.py to say.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +28,12 @@ from di_jax.engine.engine import Engine
 from di_jax.engine.memory_sizing import blocks_per_sequence
 from di_jax.engine.metrics import StepReport
 from di_jax.engine.runner import TOKENS, ModelRunner, StepOutput
-from di_jax.engine.setup import EngineParts, build_ladder
+from di_jax.engine.setup import EngineParts, build_ladder, cache_layout, draft_settings
 from di_jax.engine.state_programs import Snapshot, StateCopies
-from di_jax.engine.step_plan import Bucket, StepPlan
+from di_jax.engine.step_output import DraftOutput
+from di_jax.engine.step_plan import Bucket, BucketLadder, StepPlan
 from di_jax.engine.step_policy import DECODE, PREFILL
+from di_jax.engine.step_profile import StepProfile
 from di_jax.errors import UserError
 from di_jax.model.cache import CacheLayout
 from di_jax.model.linear import Numerics
@@ -45,6 +50,9 @@ NOTE = (
     "packing the plans, without jax; roofline_fraction = budget_us / host_us, above 1 where the host is fast enough"
 )
 ANSWERS = 64  # results that a NullRunner gives in turn
+# Of steps that verify drafts, what is published of the released model (dspark 5): the share of drafts accepted of those
+# before which all were, 2.29 of 5 then; seconds of a step, and of each of its rows.
+ACCEPTED, STEP_S, ROW_S = 0.75, 9.3e-3, 21e-6
 
 Row = dict[str, Any]
 
@@ -54,22 +62,61 @@ class NullOutput(StepOutput):
     """Results that are on the host already; leading axis of this process's ranks."""
 
     def host(self) -> list[StepOutput]:
-        return [StepOutput(token, logprob, None, None, None) for token, logprob in zip(self.token, self.logprob)]
+        return [
+            StepOutput(token, logprob, None, None, None, draft=draft)
+            for token, logprob, draft in zip(self.token, self.logprob, _of_ranks(self.draft, len(self.token)))
+        ]
+
+
+@dataclass(frozen=True)
+class NullVerified:
+    """Results of a step that verified drafts, worked out when the host waits for them, which does not count as its own.
+
+    limits: of each rank of this process the drafts of each sequence at most, int32 [R], -1 for none, and in all.
+    token, logprob: [ranks, R, k + 1]; accepted: int64 [ranks, R], of drafts if that many are verified.
+    """
+
+    limits: list[tuple[np.ndarray, int]]
+    token: np.ndarray
+    logprob: np.ndarray
+    accepted: np.ndarray
+    draft: DraftOutput | None = None
+
+    def host(self) -> list[StepOutput]:
+        drafts = _of_ranks(self.draft, len(self.limits))
+        return [self._rank(rank, *limits, draft) for rank, (limits, draft) in enumerate(zip(self.limits, drafts))]
+
+    def _rank(self, rank: int, cap: np.ndarray, budget: int, draft: DraftOutput | None) -> StepOutput:
+        """All sequences verify as many, as far as they may."""
+        n, live = len(cap), cap >= 0
+        verified = np.where(live, np.minimum(cap, budget // max(1, int(live.sum()))), -1)
+        emitted = np.where(live, 1 + np.minimum(self.accepted[rank, :n], verified), 0)[:, None]
+        said = np.arange(self.token.shape[-1]) < emitted
+        told: Any = dict(
+            token=np.where(said, self.token[rank, :n], -1),
+            logprob=np.where(said, self.logprob[rank, :n], 0),
+            verified=verified,
+            error=np.zeros(n, np.float32),
+        )
+        return StepOutput(logits=None, trace=None, load=None, draft=draft, **told)
+
+
+def _of_ranks(draft: DraftOutput | None, ranks: int) -> list[DraftOutput | None]:
+    return [None] * ranks if draft is None else [DraftOutput(numbers) for numbers in draft.numbers]
 
 
 class NullRunner(ModelRunner):
-    """A device that does nothing: steps return at once with random tokens, never the end token."""
+    """A device that does nothing: steps return at once with random tokens, never the end token. rows: sequences of a
+    step at most."""
 
     def __init__(self, config: Config, layout: CacheLayout, rows: int) -> None:
         self.layout, self.parallel, self.plan = layout, Parallel(config.mesh.plan), config.mesh.plan
         self.mesh = self.plan.build(require_devices(config))
         self.local_ranks, self.resets = list(range(self.plan.world)), 0
         self._thread = None
-        random, shape = np.random.default_rng(SEED), (ANSWERS, self.plan.world, rows)
-        tokens = random.integers(0, layout.config.vocab_size - 1, shape, np.int32)
-        tokens += tokens >= layout.config.eos_token_id
-        logprobs = -random.exponential(1.0, shape).astype(np.float32)
-        self._answers = itertools.cycle([NullOutput(*pair, None, None, None) for pair in zip(tokens, logprobs)])  # type: ignore[arg-type]
+        random, places = np.random.default_rng(SEED), 1 + layout.num_drafts
+        self._answers = itertools.cycle([self._answer(random, rows) for _ in range(ANSWERS)])
+        self._verified = itertools.cycle([self._blocks(random, rows, places) for _ in range(ANSWERS * (places > 1))])
         self._rings: dict[int, np.ndarray] = {}  # by layers
 
     def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int | None = None) -> None:
@@ -80,6 +127,33 @@ class NullRunner(ModelRunner):
 
     def execute(self, plans: Sequence[StepPlan], outputs: str = TOKENS) -> StepOutput:
         return next(self._answers)
+
+    def _answer(self, random: np.random.Generator, *shape: int) -> NullOutput:
+        model, shape = self.layout.config, (self.plan.world, *shape)
+        token = random.integers(0, model.vocab_size - 1, shape, np.int32)
+        token += token >= model.eos_token_id
+        logprob = -random.exponential(1.0, shape).astype(np.float32)
+        return NullOutput(cast(Any, token), cast(Any, logprob), None, None, None)
+
+    def _blocks(self, random: np.random.Generator, *shape: int) -> tuple[NullVerified, DraftOutput]:
+        """What a step answers, and what it drafts then."""
+        answer = self._answer(random, *shape)
+        drafts = np.asarray(answer.token)[:, :, 1:]
+        accepted = random.geometric(1 - ACCEPTED, drafts.shape[:2]) - 1
+        confidence = random.uniform(2 * ACCEPTED - 1, 1, drafts.shape).astype(np.float32).view(np.int32)
+        numbers = cast(Any, np.concatenate([drafts, confidence], axis=-1))
+        return NullVerified([], np.asarray(answer.token), np.asarray(answer.logprob), accepted), DraftOutput(numbers)
+
+    def verify(self, plans: Sequence[StepPlan]) -> Any:
+        views = [plan.bucket.unpack(plan.buffer) for plan in plans]
+        return [(view["cap"].copy(), int(view["budget"][0])) for view in views]
+
+    def accept(self, verification: Any, rows: Any = None, allowed: Any = None) -> Any:
+        return replace(next(self._verified)[0], limits=verification)
+
+    def draft(self, rows: Sequence[np.ndarray]) -> DraftOutput:
+        numbers = next(self._verified)[1].numbers
+        return DraftOutput(numbers[:, : rows[0].shape[-1]])
 
     def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
         """There is nothing to copy."""
@@ -104,17 +178,27 @@ class NullRunner(ModelRunner):
 def null_engine(config: Config) -> Engine:
     """The engine of `config` over a `NullRunner`, with blocks for engine.max_num_seqs requests at full length.
 
-    Raises ConfigError for a model that is not known without its weights (`plan`), or for more ranks than devices.
+    Raises ConfigError for a model that is not known without its weights (`plan`), or that cannot draft where
+    `speculative` is on, or for more ranks than devices.
     """
     model = released_config(config.model.path, config.model.revision)
     numerics = Numerics.create(config.model.dtype, quantize_caches=config.model.quantize_caches)
     engine, ladder = config.engine, build_ladder(config, model.engram_look_back)
     blocks = engine.num_blocks or blocks_per_sequence(engine) * engine.max_num_seqs
-    layout = CacheLayout(model, numerics.formats, blocks, engine.max_num_seqs)
+    layout = cache_layout(model, numerics.formats, blocks, engine.max_num_seqs, draft_settings(config, model))
     rows = max(ladder.decode_rows[-1], *(bucket.sequences for bucket in ladder.buckets()))
     runner = NullRunner(config, layout, rows)
     tokenizer = cast(Tokenizer, None)  # answers stay ids
-    return Engine(EngineParts(model, Path(config.model.path), tokenizer, runner, ladder, layout), engine)
+    parts = EngineParts(model, Path(config.model.path), tokenizer, runner, ladder, layout, speculative=config.drafting)
+    return Engine(parts, engine, published_profile(ladder))
+
+
+def published_profile(ladder: BucketLadder) -> StepProfile:
+    """What steps of the released model take where it was published, by which drafting pays: a device that does nothing
+    has no times of its own. What steps that verify took so far is looked at as ever, here the host's time."""
+    rows = sorted({rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)})
+    none, plain = dict.fromkeys(ladder.decode_rows, 0.0), {n: STEP_S + ROW_S * n for n in ladder.decode_rows}
+    return StepProfile({n: STEP_S + ROW_S * n for n in rows}, none, none, plain, plain)
 
 
 @dataclass

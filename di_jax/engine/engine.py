@@ -42,6 +42,7 @@ from di_jax.engine.step_cost import StepCost
 from di_jax.engine.step_launcher import Launched, Launches, StepLauncher
 from di_jax.engine.step_plan import Bucket
 from di_jax.engine.step_policy import DECODE, NO_QUOTA, PREFILL, Demand, make_policy
+from di_jax.engine.step_profile import StepProfile
 from di_jax.parallel import processes
 from di_jax.prompts import QueueFullError, RequestError
 from di_jax.sampling_params import SamplingParams
@@ -77,10 +78,11 @@ class Engine:
     hosts, and steps when the others do, until nobody has work.
 
     requests: unfinished ones by id. changes: steps, and endings of requests outside of steps, so far; as long as it
-    stays the same no request got on. compiles_when_ready: the process's compilations when warm-up ended.
+    stays the same no request got on. compiles_when_ready: the process's compilations when warm-up ended. profile: what
+    steps with drafts take; None: measured here.
     """
 
-    def __init__(self, parts: EngineParts, config: EngineGroup) -> None:
+    def __init__(self, parts: EngineParts, config: EngineGroup, profile: StepProfile | None = None) -> None:
         self.parts, self.config = parts, config
         self.runner = parts.runner
         self.snapshots = WindowStateCache(config.state_cache_bytes if config.prefix_caching else 0)
@@ -116,8 +118,10 @@ class Engine:
             num_devices=len(self.runner.local_ranks),
             log_interval=config.log_interval,
         )
+        vocab_size = parts.model_config.vocab_size
+        matching = Matching(vocab_size)
         self.results = Results(
-            self.scheduler, parts.model_config.eos_token_id, self._end, self.measurement.metrics.drafts
+            self.scheduler, parts.model_config.eos_token_id, self._end, self.measurement.metrics.drafts, matching
         )
         self.num_steps = self.changes = 0
         self._depth = DEPTH if config.async_scheduling else 0
@@ -134,22 +138,21 @@ class Engine:
             self.runner.warm_up_programs(layers if snapshots else None)
             if self.balancer is not None:
                 self.balancer.warm_up()
-        vocab_size = parts.model_config.vocab_size
-        self.speculation = self._speculation(parts)
+        self.speculation = self._speculation(parts, profile)
         self._resets = self.runner.resets  # the profile empties the caches
         self.launcher = StepLauncher(
             self.runner,
             self.scheduler,
             self.chores,
             SamplingChores(self.runner, vocab_size),
-            Matching(vocab_size),
+            matching,
             self.speculation,
         )
         self.compiles_when_ready = COMPILATIONS.count
         self.measurement.ready()
         self.agreement.working(None)
 
-    def _speculation(self, parts: EngineParts) -> Speculation | None:
+    def _speculation(self, parts: EngineParts, profile: StepProfile | None) -> Speculation | None:
         if not parts.ladder.drafts:
             return None
         tables = {
@@ -158,9 +161,12 @@ class Engine:
             for ledger, table in zip(rank.ledgers, rank.tables, strict=True)
         }
         # Without warm-up nothing is compiled, and to time it all would take the time that was to be saved.
-        timed = parts.ladder.varlen and self.config.warmup
-        profile = step_profile.measure(self.runner, parts.ladder) if timed else None
-        return Speculation(parts.ladder, tables, profile, parts.model_config.sliding_window)
+        if parts.ladder.varlen and self.config.warmup and profile is None:
+            profile = step_profile.measure(self.runner, parts.ladder)
+        if not parts.ladder.varlen:
+            profile = None  # all is verified, whatever it takes
+        window, filters = parts.model_config.sliding_window, parts.speculative.draft_filters
+        return Speculation(parts.ladder, tables, profile, window, filters=filters)
 
     # -- requests
 

@@ -23,29 +23,35 @@ class LaunchThread:
 
     def submit[Result](self, job: Callable[[], Result]) -> Future[Result]:
         """Returns at once; what the job returns or raises is with the future."""
+        future: Future[Result] = Future()
 
-        def run() -> Result:
-            if self._failure is not None:
-                raise self._failure
+        def run() -> None:
             try:
-                return job()
+                if self._failure is not None:
+                    raise self._failure
+                result = job()
             except BaseException as error:
                 self._failure = error
-                raise
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
-        future = self._pool.submit(run)
+        # Known before it is queued: an interrupt may come right after that, and the job runs all the same.
         self._last = future
+        self._pool.submit(run)
         return future
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs have ended."""
+        """Whether all jobs have ended. After an interrupt that kept one from the queue not before `settle`."""
         return self._last is None or self._last.done()
 
     def settle(self) -> None:
-        """Waits for all jobs; failures are theirs to tell. The next ones run again."""
-        if self._last is not None:
-            wait([self._last])
+        """Waits for all jobs, those that an interrupt kept from the caller among them; failures are theirs to tell.
+        The next ones run again."""
+        if not self.idle:
+            wait([self._pool.submit(lambda: None)])  # behind all that is queued, which `_last` may not be
+            self._last = None
         self._failure = None
 
 

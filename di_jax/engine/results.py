@@ -10,6 +10,7 @@ import numpy as np
 
 from di_jax.engine.batch import Batch, DecodeBatch, DecodePart
 from di_jax.engine.draft_totals import DraftTotals
+from di_jax.engine.matching import Matching
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request, RequestFailure, Sequence, Status, TokenTop
 from di_jax.engine.step_output import StepOutput
@@ -37,8 +38,11 @@ class Results:
     emitted: of the step booked last, if it verified drafts: tokens that each sequence got, by rank.
     """
 
-    def __init__(self, scheduler: Scheduler, eos_token_id: int, fail: Fail, drafts: DraftTotals) -> None:
+    def __init__(
+        self, scheduler: Scheduler, eos_token_id: int, fail: Fail, drafts: DraftTotals, matching: Matching
+    ) -> None:
         self.scheduler, self.eos, self.fail, self.drafts = scheduler, eos_token_id, fail, drafts
+        self.matching = matching
         self.emitted: dict[int, np.ndarray] = {}
         self._rank_of = {ledger.rank: rank for rank in scheduler.ranks for ledger in rank.ledgers}
 
@@ -184,8 +188,8 @@ class Results:
             what = f"output token {len(sequence.output_ids)}: the model's logits are not finite; check the weights"
             self.fail(request, booked.now, RequestFailure(MODEL_ERROR, what))
             return
-        if sequence.matcher is not None and not sequence.matcher.accept(token):
-            what = f"output token {len(sequence.output_ids)}: id {token} does not match what the answer has to"
+        if sequence.matcher is not None and (why := self.matching.accept(sequence, token)) is not None:
+            what = f"output token {len(sequence.output_ids)}: {why}"
             self.fail(request, booked.now, RequestFailure(MODEL_ERROR, what))
             return
         sequence.output_ids.append(token)

@@ -86,7 +86,9 @@ class Outlook:
 
 class Speculation:
     """The books of one engine. tables: of this process's ranks. profile: what steps take, the same in all processes;
-    None where every step verifies all that it can. window: positions of context that the draft reads.
+    None where every step verifies all that it can. window: positions of context that the draft reads. filters: whether
+    drafts are drawn behind the min-p, top-k and top-p of their request (dspark 2.1); any way leaves answers distributed
+    as without drafts.
 
     In a pause of the switch nobody needs the draft's context until a window before its end: till then plain steps leave
     none (they are bare, and cost what they cost without a draft). A sequence does not draft before its window is whole
@@ -94,9 +96,15 @@ class Speculation:
     """
 
     def __init__(
-        self, ladder: BucketLadder, tables: Mapping[int, SlotTable], profile: StepProfile | None, window: int
+        self,
+        ladder: BucketLadder,
+        tables: Mapping[int, SlotTable],
+        profile: StepProfile | None,
+        window: int,
+        *,
+        filters: bool = True,
     ) -> None:
-        self.ladder, self.tables, self.window = ladder, tables, window
+        self.ladder, self.tables, self.window, self.filters = ladder, tables, window, filters
         self.ledgers = {rank: RateLedger(len(t.sequences), ladder.drafts) for rank, t in tables.items()}
         rows = sorted({rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)})
         self.profile = profile
@@ -243,7 +251,8 @@ class Speculation:
         column["seed_low"][:n], column["seed_high"][:n] = table.seed_low[slots], table.seed_high[slots]
         for name, at in zip(("min_p", "top_k", "top_p"), _TRUNCATION, strict=True):
             column[name][:] = NEUTRAL[at]
-            column[name][:n] = table.numbers[slots, at]
+            if self.filters:
+                column[name][:n] = table.numbers[slots, at]
         table.drafted[slots] = began.may_draft
         return rows
 

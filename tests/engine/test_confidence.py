@@ -12,6 +12,7 @@ from di_jax.engine.confidence import (
     GRID,
     calibration_error,
     fit_temperatures,
+    ranking_quality,
     reliability,
     survival,
 )
@@ -52,11 +53,65 @@ def test_temperatures_keep_the_order_of_a_position() -> None:
     assert (np.diff(survival(logits, found)[order, 0]) >= 0).all()
 
 
-def test_a_calibrated_draft_keeps_its_logits() -> None:
-    logits, accepted = blocks(3)
-    found = fit_temperatures(logits / TRUE, accepted)
-    assert (np.abs(np.log(found)) < 0.36).all()
-    assert errors(logits / TRUE, accepted, None)[-1] < 0.015
+@pytest.mark.parametrize("seed", range(4))
+def test_a_calibrated_draft_keeps_its_logits(seed: int) -> None:
+    """T24's other half: where there is nothing to mend, noise is not fitted."""
+    logits, accepted = blocks(seed, 4000)
+    assert fit_temperatures(logits / TRUE, accepted).tolist() == [1.0] * len(TRUE)
+
+
+@pytest.mark.parametrize("scale", [0.4, 2.5])
+def test_held_out_errors_fall_at_every_position_and_the_ranking_stays(scale: float) -> None:
+    """T24, on blocks that no temperature was fitted on."""
+    logits, accepted = blocks(0)
+    found = fit_temperatures(logits / TRUE * scale, accepted)
+    assert (found != 1).all()
+    held_out, kept = blocks(1)
+    held_out = held_out / TRUE * scale
+    before, after = errors(held_out, kept, None), errors(held_out, kept, found)
+    assert all(now < then - 0.005 for now, then in zip(after, before, strict=True)) and max(after) < 0.02
+    for k in range(len(TRUE)):
+        # Of a position's own confidence where all before are accepted: a temperature keeps every pair's order.
+        reached = np.ones(len(kept), bool) if k == 0 else kept[:, k - 1] > 0
+        column, taken = held_out[reached, k : k + 1], kept[reached, k]
+        own = [ranking_quality(survival(column, t)[:, 0], taken) for t in (None, found[k : k + 1])]
+        assert own[0] == own[1] > 0.7
+        # Of the survival, a product: calibrated factors may turn pairs around, a few, and mostly the right way.
+        whole = [ranking_quality(survival(held_out, t)[:, k], kept[:, k]) for t in (None, found)]
+        assert -0.001 < whole[1] - whole[0] < 0.01
+
+
+def test_noise_is_seldom_fitted_and_by_the_least_error_alone_it_would_be() -> None:
+    found = {"least": 0, "fitted": 0}
+    for seed in range(20):
+        logits, accepted = blocks(seed, 200)
+        logits, accepted = logits[:, :1] / TRUE[0], accepted[:, :1]
+        each = [calibration_error(survival(logits, np.array([t]))[:, 0], accepted[:, 0]) for t in GRID]
+        found["least"] += GRID[int(np.argmin(each))] != 1
+        found["fitted"] += fit_temperatures(logits, accepted)[0] != 1
+    assert found["least"] > 14 and found["fitted"] < 3, found
+
+
+def test_blocks_of_one_text_are_judged_together() -> None:
+    """Twelve texts, each repeated: block by block each is on both sides of every fold, and its noise looks real."""
+    logits, accepted = blocks(7, 12)
+    text = np.tile(np.arange(12), 100)
+    logits, accepted = np.tile(logits / TRUE, (100, 1)), np.tile(accepted, (100, 1))
+    assert (fit_temperatures(logits, accepted) != 1).any()
+    assert fit_temperatures(logits, accepted, text).tolist() == [1.0] * len(TRUE)
+    one = np.zeros(len(text), np.int64)
+    assert fit_temperatures(logits, accepted, one).tolist() == [1.0] * len(TRUE)  # nothing to judge by
+
+
+@given(st.integers(0, 2**32), st.integers(2, 40))
+@settings(max_examples=50)
+def test_ranking_quality_is_that_of_its_definition(seed: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    chance, accepted = rng.integers(0, 5, count) / 4, rng.random(count)
+    weight = accepted[:, None] * (1 - accepted)  # of the pair (i, j): i accepted, j not
+    above = (chance[:, None] > chance) + (chance[:, None] == chance) / 2
+    assert ranking_quality(chance, accepted) == pytest.approx((weight * above).sum() / weight.sum())
+    assert np.isnan(ranking_quality(chance, np.ones(count)))
 
 
 def test_equals_go_to_the_temperature_nearest_to_one() -> None:
@@ -103,3 +158,5 @@ def test_what_does_not_fit_is_refused() -> None:
         fit_temperatures(np.zeros((3, 2)), np.zeros((3, 3)))
     with pytest.raises(ValueError, match="must be alike"):
         fit_temperatures(np.zeros((0, 2)), np.zeros((0, 2)))
+    with pytest.raises(ValueError, match=r"texts must be \[3\]"):
+        fit_temperatures(np.zeros((3, 2)), np.zeros((3, 2)), np.zeros(2))

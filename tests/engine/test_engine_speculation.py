@@ -196,6 +196,38 @@ def test_coupled_answers_depend_on_their_seed_alone(
     run_with(coupled, patched, mix, num_blocks, changes, truth, curve)
 
 
+def sampled_answers(model: Speculating, varlen: bool, which: Sequence[int]) -> tuple[list[list[int]], int]:
+    """The seeded answers of five sampled requests, of which those `which` come in this order with up to two steps in
+    between, [] for the others; and how many drafts were accepted. Blocks are for all: nobody is preempted."""
+    parts = dataclasses.replace(model.parts, ladder=dataclasses.replace(model.parts.ladder, varlen=varlen))
+    engine, requests = Engine(parts, model.config), {}
+    for at in which:
+        sampling = dataclasses.replace(GREEDY, temperature=1.0, seq_seed=77 + at, max_tokens=30)
+        requests[at] = engine.add_request(ids(110 + 5 * at % 17, 7000 + at, 500), sampling)
+        for _ in range(at % 3):
+            engine.step()
+    drain(engine)
+    assert not engine.scheduler.preemptions
+    accepted = sum(request.sequences[0].accepted for request in requests.values())
+    return [requests[at].sequences[0].output_ids if at in requests else [] for at in range(5)], accepted
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_of_a_fixed_length_seeded_answers_depend_on_their_seed_alone(
+    model: Speculating, patched: pytest.MonkeyPatch, varlen: bool
+) -> None:
+    """T25 without coupling, where nobody is preempted: the draft's noise is that of the place where a block starts, and
+    blocks start where they do alone while all drafts are verified. varlen: the control, of which only the distribution
+    is promised."""
+    model.parts.runner.__dict__.pop("draft", None)  # not that of an earlier test's oracle
+    with patched.context() as patch:
+        patch.setattr(engine_module.step_profile, "measure", steep)
+        alone = [sampled_answers(model, varlen, [at]) for at in range(5)]
+        together, accepted = sampled_answers(model, varlen, [3, 0, 4, 1, 2])
+    assert accepted > 3 and sum(count for _, count in alone) > 3
+    assert (together == [answers[at] for at, (answers, _) in enumerate(alone)]) != varlen
+
+
 LONG = dataclasses.replace(GREEDY, max_tokens=40)
 
 

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from di_jax.engine import runtime_estimator
-from di_jax.engine.runtime_estimator import (
-    LEAST_PER_BUCKET,
-    LEAST_PER_COUNT,
-    SAMPLER_WINDOW,
-    ForwardRuntimeEstimator,
-    SamplerRuntimeEstimator,
-)
+from di_jax.engine.runtime_estimator import LEAST_PER_BUCKET, ForwardRuntimeEstimator, SamplerRuntimeEstimator
 
 LADDER = [1, 2, 4, 8, 16]
 PROFILE = {1: 0.010, 2: 0.010, 4: 0.011, 8: 0.012, 16: 0.014}
@@ -76,16 +70,14 @@ def test_steps_that_wait_for_their_host_take_the_same_time_with_fewer_rows() -> 
 
 
 def test_outliers_and_times_that_are_none_change_nothing() -> None:
-    forward, sampler = ForwardRuntimeEstimator(LADDER, PROFILE), SamplerRuntimeEstimator()
+    forward = ForwardRuntimeEstimator(LADDER, PROFILE)
     for i in range(40):
         forward.observe(8, 5.0 if i % 3 == 0 else PROFILE[8] + 8 * 50e-6)
-        sampler.observe(4, 5.0 if i % 3 == 0 else 0.002)
-    slope, seconds = forward.slope, sampler.seconds(4)
-    assert slope == pytest.approx(50e-6) and seconds == 0.002
+    slope = forward.slope
+    assert slope == pytest.approx(50e-6)
     for bad in (math.nan, math.inf, -1.0) * 20:
         forward.observe(8, bad)
-        sampler.observe(4, bad)
-    assert forward.slope == slope and sampler.seconds(4) == seconds
+    assert forward.slope == slope
 
 
 def test_the_curve_never_falls() -> None:
@@ -139,23 +131,8 @@ def test_what_does_not_fit_is_told() -> None:
         ForwardRuntimeEstimator(LADDER, PROFILE).observe(3, 0.01)
 
 
-def test_sampler_asks_the_same_count_then_all_then_the_profile() -> None:
-    sampler = SamplerRuntimeEstimator({1: 0.001, 8: 0.003})
+def test_sampling_takes_what_the_next_larger_profile_says() -> None:
+    """A count that was not profiled falls back to the one that its steps are padded to, none at all to nothing."""
+    sampler = SamplerRuntimeEstimator({8: 0.003, 1: 0.001})
     assert [sampler.seconds(n) for n in (1, 2, 8, 9)] == [0.001, 0.003, 0.003, 0.003]
-    for _ in range(LEAST_PER_COUNT - 1):
-        sampler.observe(2, 0.005)
-    assert sampler.seconds(2) == 0.003
-    sampler.observe(2, 0.005)
-    assert sampler.seconds(2) == 0.005
-    assert sampler.seconds(7) == 0.005  # never seen: the last steps of any count
-    for _ in range(SAMPLER_WINDOW):
-        sampler.observe(4, 0.009)
-    assert (sampler.seconds(2), sampler.seconds(4), sampler.seconds(7)) == (0.005, 0.009, 0.009)
-
-
-def test_sampler_forgets_what_is_older_than_its_window() -> None:
-    sampler = SamplerRuntimeEstimator()
-    assert sampler.seconds(3) == 0
-    for seconds in [0.005] * 100 + [0.001] * (SAMPLER_WINDOW // 2 + 1):
-        sampler.observe(3, seconds)
-    assert sampler.seconds(3) == 0.001
+    assert SamplerRuntimeEstimator().seconds(3) == SamplerRuntimeEstimator({}).seconds(1) == 0

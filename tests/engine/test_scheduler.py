@@ -16,6 +16,7 @@ from di_jax.engine.batch import Batch, DecodeBatch
 from di_jax.engine.block_manager import BlockManager
 from di_jax.engine.data_rank import CacheRules, DataRank
 from di_jax.engine.draft_totals import DraftTotals
+from di_jax.engine.matching import Matching
 from di_jax.engine.results import Results
 from di_jax.engine.runner import StepOutput
 from di_jax.engine.scheduler import LOOK_AHEAD, PATIENCE_S, Limits, Scheduler
@@ -64,7 +65,7 @@ class Driver:
         ledgers = [BlockManager(num_blocks, seqs, block_size, rank) for rank in range(dp * cp)]
         ranks = [DataRank(ledgers[d * cp : (d + 1) * cp], context, rules, self.snapshots, drafts) for d in range(dp)]
         self.scheduler = Scheduler(ranks, ladder, Limits(tokens, max_sum_context, state_bytes > 0))
-        self.results = Results(self.scheduler, EOS, self._fail, DraftTotals())
+        self.results = Results(self.scheduler, EOS, self._fail, DraftTotals(), Matching(211))
         self.policy = StepPolicy()
         self.depth = 1 if async_scheduling else 0
         self.flights: deque[tuple[int, Batch | DecodeBatch]] = deque()

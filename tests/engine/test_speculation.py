@@ -20,6 +20,7 @@ from di_jax.engine.batch import DecodeBatch, DecodePart
 from di_jax.engine.cache_chores import CacheChores
 from di_jax.engine.extra_sampling import NEUTRAL, OF_REQUEST, ExtraSampling
 from di_jax.engine.results import Results
+from di_jax.engine.runtime_estimator import LEAST_PER_BUCKET
 from di_jax.engine.scheduler import Scheduler
 from di_jax.engine.sequence import Request, Sequence, Status
 from di_jax.engine.slot_table import SlotTable
@@ -482,6 +483,107 @@ def test_the_end_of_an_answer_takes_another_shape_only_where_that_saves(cost: fl
     assert books.plan(batch).parts[0].rows == 8, "the next answers have the shape that all together chose"
 
 
+def one_step(books: Speculation, batch: DecodeBatch, confidence: float, rows: int = 16) -> DecodeBatch:
+    """A step of the books as an engine makes it, that drafts with these confidences."""
+    planned = books.plan(batch)
+    count = len(batch.parts[0].slots)
+    drafted = books.drafts(books.outlook(planned), LADDER.bucket(True, rows, 4, requests=2))
+    assert drafted
+    books.completed(books.begin(planned, True), outputs(np.full((count, 3), confidence)))
+    return planned
+
+
+def test_drafting_that_pays_looks_at_confidences_every_fourth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step looks until it was seen to pay, and again when it is not seen to any more."""
+    cheap = StepProfile(dict.fromkeys(STEEP.forward, 1.0), {2: 0.1, 4: 0.1}, {2: 0.1, 4: 0.1}, *[{2: 1.1, 4: 1.1}] * 2)
+    table, batch = decoding(2)
+    books, looked = Speculation(LADDER, {0: table}, cheap, WINDOW), list[bool]()
+    schedule = RateLedger.schedule
+
+    def seen(ledger: RateLedger, slots: np.ndarray, look: bool = True) -> Round:
+        looked.append(look)
+        return schedule(ledger, slots, look)
+
+    monkeypatch.setattr(RateLedger, "schedule", seen)
+    while not books.switch.pays:
+        one_step(books, batch, 0.9)
+    first = len(looked)
+    assert JUDGED_STEPS <= first <= JUDGED_STEPS + 2 and all(looked)
+    for _ in range(20):
+        assert books.switch.pays
+        one_step(books, batch, 0.9)
+    assert np.flatnonzero(looked[first:]).tolist() == [at for at in range(20) if (first + at) % 4 == 0]
+    looked.clear()
+    for _ in range(20):
+        books.switch.pays = False
+        one_step(books, batch, 0.9)
+    assert all(looked)
+
+
+def test_rows_follow_from_what_steps_take() -> None:
+    """By the profile rows cost much, and few are verified; by the steps that ran they cost nothing. What sampling and
+    drafting take is not the forward's: a step that drafted and one that did not tell the same."""
+    table, batch = decoding(2)
+    books = Speculation(LADDER, {0: table}, STEEP, WINDOW)
+
+    def chosen() -> int:
+        books._chosen.clear()
+        return books._part(batch.parts[0]).rows
+
+    for _ in range(2):
+        books.completed(books.begin(books.plan(batch), True), outputs(np.full((2, 3), 0.5)))
+    assert chosen() == 2
+    for drafted in (True, False):
+        for rows in (2, 4, 6, 8):
+            for _ in range(LEAST_PER_BUCKET):
+                bucket = LADDER.bucket(True, rows, 4, requests=2)
+                books.observe(bucket, 3.0 + 0.5 + 1.0 * drafted, drafted)
+        assert books._times(2).seconds == pytest.approx([4.5] * 4)
+    assert chosen() == 8
+    before = books._times(2).seconds
+    for _ in range(5 * LEAST_PER_BUCKET):
+        books.observe(LADDER.bucket(True, 2, 4), 99.0, False)
+    assert np.array_equal(books._times(2).seconds, before), "plain steps are no verified ones"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_times_of_the_steps_that_ran_change_what_is_verified(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the profile a step takes 1 ms whatever it verifies, and all drafts are. The device takes 2 ms: so much for so
+    many rows, and fewer are tried. told: the control is an engine that does not look at the time."""
+    if not told:
+        monkeypatch.setattr(Speculation, "observe", lambda *_: None)
+    drafting = Drafting(5, right=0.3, confidence=0.3)
+    session = Session(
+        dataclasses.replace(ROOMY, decode=(4,), drafting=drafting, varlen=True, curve="flat"), monkeypatch
+    )
+    for number in range(4):
+        session.add(ids(20, number), greedy(max_tokens=60))
+    rows = []
+    for _ in range(30):
+        report = session.step()
+        rows += [report.bucket.rows] * bool(report is not None and report.bucket.drafts)
+    assert set(rows[:LEAST_PER_BUCKET]) == {24}
+    assert (min(rows) < 24) == told
+
+
+def test_rows_follow_from_what_became_of_promises() -> None:
+    """Confidences that promised too much: drafts are certain by them, and none is accepted."""
+    profile = dataclasses.replace(STEEP, forward={rows: 2 + 0.5 * rows for rows in STEEP.forward})
+    table, batch = decoding(2)
+    books, rows = Speculation(LADDER, {0: table}, profile, WINDOW), []
+    for _ in range(120):
+        planned = books.plan(batch)
+        rows.append(planned.parts[0].rows)
+        told = outputs(np.ones((2, 3)))[0]
+        none = np.array([[7, -1, -1, -1]] * 2)
+        books.completed(
+            books.begin(planned, True), {0: dataclasses.replace(told, token=none, verified=np.full(2, 3, np.int32))}
+        )
+    assert rows[0] == 8 and rows[-1] == 2 and rows == sorted(rows, reverse=True)
+    ratio, seen = books.promises.ratio, books.plan(batch).parts[0].round
+    assert ratio < 0.3 and seen is not None and seen.survival == pytest.approx(ratio), "of blocks that promise 1"
+
+
 def test_without_a_profile_all_is_verified_and_drafted() -> None:
     table, batch = decoding(3)
     books = Speculation(LADDER, {0: table}, None, WINDOW)
@@ -543,6 +645,12 @@ def test_what_a_draft_needs_to_know() -> None:
     for name in ("min_p", "top_k", "top_p"):
         assert (dict(zip(DRAFT_COLUMNS, idle, strict=True))[name] == NEUTRAL[OF_REQUEST.index(name)]).all()
     assert table.drafted.tolist() == [True, True, False, False]
+    plain = Speculation(LADDER, {0: table}, None, WINDOW, filters=False)
+    (own,) = plain.rows(plain.begin(plain.plan(batch), True), [0], Outlook(drafters=3))
+    view = dict(zip(DRAFT_COLUMNS, own, strict=True))
+    assert view["temperature"][:2].view(np.float32).tolist() == [0.5, 0.5], "the temperature is no filter"
+    for name in ("min_p", "top_k", "top_p"):
+        assert (view[name] == NEUTRAL[OF_REQUEST.index(name)]).all()
 
 
 def test_drafts_are_told_to_those_that_must_match() -> None:

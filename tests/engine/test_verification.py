@@ -19,10 +19,12 @@ from di_jax.engine.verification import (
     LEAST_PAUSE,
     LONGEST_PAUSE,
     MOST_DOUBLINGS,
+    PROMISED,
     REMEMBERED,
     TRIAL_SHARE,
     UNKNOWN_STEPS,
     DraftSwitch,
+    Promises,
     RateLedger,
     Round,
     TypicalBlock,
@@ -503,3 +505,52 @@ def test_a_batch_that_drafts_again_does_not_verify_everything() -> None:
 def test_gain_of_drafting() -> None:
     assert drafting_gain(tokens=24, seconds=0.015, requests=8, plain_seconds=0.010) == pytest.approx(2.0)
     assert drafting_gain(tokens=8, seconds=0.012, requests=8, plain_seconds=0.010) < 1
+
+
+# -- what became of promises
+
+
+def promised(survival: float, requests: int, accepted: int, promises: Promises | None = None) -> Promises:
+    """K drafts of each request verified, each to survive with this chance, of which so many were accepted."""
+    promises = Promises() if promises is None else promises
+    promises.add(np.full((requests, K), survival, np.float32), np.full(requests, K), np.full(requests, accepted))
+    return promises
+
+
+def test_promises_are_believed_until_there_is_more() -> None:
+    promises = Promises()
+    assert promises.ratio == 1 and promises.ratio.dtype == np.float32
+    # 64 drafts count as kept from the start: with 10 promised on top, and 4 kept, that makes 68 of 74.
+    assert promised(1.0, 2, 2, promises).ratio == np.float32((PROMISED / 8 + 4) / (PROMISED / 8 + 10))
+
+
+def test_the_share_of_kept_promises_has_bounds() -> None:
+    broken, exceeded = promised(1.0, 1000, 0), promised(0.25, 1000, 5)
+    assert broken.ratio == np.float32(0.1) and exceeded.ratio == np.float32(1.25)
+    for _ in range(40):  # nor do they hold what is learned back: neither is far beyond its bound for long
+        promised(1.0, 20, 4, broken)
+        promised(1.0, 20, 4, exceeded)
+    assert broken.ratio == pytest.approx(0.8, abs=0.01) and exceeded.ratio == pytest.approx(0.8, abs=0.01)
+
+
+def test_only_the_newest_promises_count() -> None:
+    """Half of what was promised is gone after as much again as the window holds, however much came before."""
+    long, short = Promises(), Promises()
+    for _ in range(100):
+        promised(1.0, PROMISED // K, K, long)
+    promised(1.0, PROMISED // K, K, short)
+    ratios = []
+    for promises in (long, short):
+        promised(1.0, PROMISED // K, 0, promises)
+        ratios.append(float(promises.ratio))
+    assert ratios == pytest.approx([0.5, 0.5], abs=0.01)
+
+
+def test_what_was_not_verified_or_not_known_is_no_promise() -> None:
+    chances = np.array([[0.5, 0.25, 0.125], [np.nan] * 3, [1.0, 1.0, np.nan], [0.9, 0.9, 0.9]], np.float32)
+    promises = Promises()
+    promises.add(chances, np.array([2, 3, 2, 0]), np.array([1, 3, 2, 0]))
+    # Two drafts of the first request; blocks that are not known, in part or at all, and one without verified drafts.
+    assert promises.ratio == np.float32((PROMISED / 8 + 1) / (PROMISED / 8 + 0.75))
+    promises.add(np.full((2, 3), np.nan, np.float32), np.array([3, -1]), np.array([3, -1]))
+    assert promises.ratio == np.float32((PROMISED / 8 + 1) / (PROMISED / 8 + 0.75))

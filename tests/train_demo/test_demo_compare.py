@@ -61,10 +61,13 @@ def test_perplexity_is_of_the_weights_as_they_are() -> None:
     assert exact != coarse and exact == pytest.approx(coarse, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200"])
-def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "moved"), [("bundled", 0.08), ("third-stretch", 0.08), ("nvidia-h200", 0.08), ("both-forms-cpu", 0.05)]
+)
+def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name: str, moved: float) -> None:
+    """e2m1 rounds evenly spread weights by 0.1; few steps on from values of the formats it is less."""
     kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))
-    assert kept["rounding"]["experts"] > 0.08
+    assert kept["rounding"]["experts"] > moved
     assert set(kept["perplexity"]) == {"english", "python"}
     for found in kept["perplexity"].values():
         assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
@@ -73,11 +76,12 @@ def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name:
 
 
 def test_an_export_costs_three_percent_at_most() -> None:
-    """The bundled weights, within it in both directions; float32 masters trained on from them, which gain by it.
+    """The bundled weights and float32 masters that every second step saw, within it in both directions; float32
+    masters that no step saw, which gain by it.
 
     The third stretch's end, which knows its texts by heart, is not what is bundled: it costs that one 4%.
     """
-    for name, least in (("bundled", 0.97), ("nvidia-h200", 0.9)):
+    for name, least in (("bundled", 0.97), ("both-forms-cpu", 0.97), ("nvidia-h200", 0.9)):
         kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))
         assert all(least <= found["ratio"] <= 1.03 for found in kept["perplexity"].values()), name
 
@@ -100,7 +104,7 @@ def test_what_the_command_trains_loses_nothing_by_its_export() -> None:
         assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200", "command-nvidia-h200"])
+@pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200", "command-nvidia-h200", "both-forms-cpu"])
 def test_the_readme_quotes_the_kept_comparisons(name: str) -> None:
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
     row = next(line for line in readme.splitlines() if line.startswith("|") and f"demo-masters-{name}.json" in line)
