@@ -195,7 +195,7 @@ class SpeculativeGroup(Group):
     varlen: bool = True  # verifies as many of them as pay for their rows, the likeliest first; false: all, always
     coupled: bool = False  # seeded answers are the same whatever is drafted or verified, and fewer drafts are accepted
     draft_sampling: str = key("probabilistic", choices=("probabilistic", "one_hot"))  # one_hot: always the likeliest id
-    # Drafts are drawn as their request's tokens are: behind its min-p, top-k and top-p; false: with its temperature alone.
+    # Drafts are drawn behind the min-p, top-k and top-p of their request, as its tokens are; false: temperature alone.
     draft_filters: bool = True
     # Of the calibration, one for each of num_draft_tokens, from scripts/fit_sts.py; null: 1 for all.
     confidence_temperatures: tuple[float, ...] | None = key(None, above=0)
