@@ -486,3 +486,26 @@ def test_wrong_books_are_seen(model: Speculating, monkeypatch: pytest.MonkeyPatc
     request = engine.add_request(prompt, LONG)
     drain(engine)
     assert not same(request.sequences[0], model.alone(prompt, LONG))
+
+
+# ---- meshes ----
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}], ids=lambda m: "-".join(m)
+)
+def test_on_a_mesh_answers_are_those_of_one_device(
+    golden: Path, plain: Model, patched: pytest.MonkeyPatch, mesh: Mapping[str, int]
+) -> None:
+    """Several data ranks whose steps have one number of rows, prompts cut over context ranks, experts over all."""
+    config = config_of(golden).with_values({"speculative.enabled": True, **{f"mesh.{k}": v for k, v in mesh.items()}})
+    made = Speculating(build_engine_parts(config), config.engine, plain=plain)
+    engine = made.engine()
+    sampled = [dataclasses.replace(GREEDY, max_tokens=most) for most in (1, 5, 12, 20, 9, 14)]
+    asked = [(ids(10 + 37 * n, 700 + n, 500), sampling) for n, sampling in enumerate(sampled)]
+    requests = [engine.add_request(prompt, sampling) for prompt, sampling in asked]
+    drain(engine)
+    for request, (prompt, sampling) in zip(requests, asked, strict=True):
+        assert request.sequences[0].output_ids == made.alone(prompt, sampling)[0]
+    assert engine.metrics.drafts.verified > 0
