@@ -444,7 +444,7 @@ def test_tuning() -> None:
 
 
 def test_measured_times_meet_the_target() -> None:
-    """All cache writes of a layer at 256 rows: 20 us, of either kind of source; all workloads of the bench are there."""
+    """All cache writes of a layer at 256 rows: 20 us, of either source; all workloads of the bench are there."""
     file = Path(__file__).parents[3] / "scripts/results/kernel-compress-store-nvidia-h200.json"
     rows = {row["workload"]: row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]}
     assert set(rows) == {work.name for work in WORKLOADS}
