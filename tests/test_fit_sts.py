@@ -142,6 +142,7 @@ def test_texts_are_cut_into_rows(models: tuple, tmp_path: Path) -> None:
         text_rows(file, tokenizer, 512, 100)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_texts_give_temperatures_and_a_diagram(golden: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "texts.jsonl", tmp_path / "sts.json"
     ids = np.random.default_rng(4).integers(5, 500, 129 * 8).tolist()

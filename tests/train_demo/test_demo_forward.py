@@ -66,6 +66,7 @@ def outputs(params: Params) -> dict[str, tuple[jax.Array, ...]]:
     return made
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_engine_computes(outputs: dict[str, tuple[jax.Array, ...]]) -> None:
     """With quantized weights, and where the masters are to be seen as they are, with these."""
     for form in ("", ", masters"):
@@ -75,6 +76,7 @@ def test_it_computes_what_the_engine_computes(outputs: dict[str, tuple[jax.Array
         assert np.abs(quantized - exact).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_dense_attention_differs_where_more_entries_than_selected_are_reachable(outputs) -> None:
     sparse, dense_ = (np.asarray(outputs[name][0]).reshape(2, 256, -1) for name in ("sparse", "dense"))
     few = CONFIG.index_topk - 1  # with ratio 1 as many entries as positions
@@ -106,6 +108,7 @@ def test_the_loss_of_the_indexers_moves_nothing_else(params: Params) -> None:
     assert len(by_text) > 20 and not by_text & by_index
 
 
+@pytest.mark.slow
 def test_what_the_indexer_would_select_is_measured(outputs) -> None:
     *_, loss, covered = outputs["dense"]
     assert covered.shape == (len(CONFIG.index_source_layer_ids), *SAMPLE.shape) and (loss > 0).all()
@@ -124,6 +127,7 @@ def test_the_best_are_those_of_the_engine_ties_included(seed: int) -> None:
         np.testing.assert_array_equal(attention.best_mask(jnp.asarray(score), k), expected)
 
 
+@pytest.mark.slow
 def test_entries_are_selected_as_the_engine_selects_them() -> None:
     """Long enough that candidates leave blocks out; ratio 2 has none and ratio 1 is filtered by them."""
     batch, length, heads, dim = 1, 768, 8, 32
