@@ -34,7 +34,7 @@ from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.checkpoint.loader import load_leaves
 from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.commands.records import read_records
-from di_jax.engine.confidence import calibration_error, fit_temperatures, ranking_quality, reliability, survival
+from di_jax.engine.confidence import calibration_error, fit_temperatures, reliability, roc_auc, survival
 from di_jax.model.config import ModelConfig
 from di_jax.model.dspark import DraftModel, assemble_draft
 from di_jax.model.engram_tables import EngramTables
@@ -168,7 +168,7 @@ def calibrate(found: Blocks) -> tuple[np.ndarray, dict[str, dict[str, Any]], Blo
     fitted, judged = whole.select(whole.row % 2 == 0), whole.select(whole.row % 2 == 1)
     temperatures = fit_temperatures(fitted.score, fitted.accepted, fitted.row)
     measures = {}
-    for name, measure in (("calibration_error", calibration_error), ("ranking_quality", ranking_quality)):
+    for name, measure in (("calibration_error", calibration_error), ("roc_auc", roc_auc)):
         measures[name] = {
             "before": by_position(measure, survival(judged.score), judged.accepted),
             "after": by_position(measure, survival(judged.score, temperatures), judged.accepted),

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from di_jax.commands.bench_host import ROW_S, STEP_S, published_profile
 from di_jax.engine.allocation import allocate_reference
 from di_jax.engine.batch import DecodeBatch, DecodePart
 from di_jax.engine.runtime_estimator import ForwardRuntimeEstimator, StepTimes
@@ -40,7 +41,6 @@ from di_jax.engine.slot_table import SlotTable
 from di_jax.engine.speculation import Outlook, Rounds, Speculation
 from di_jax.engine.step_output import DraftOutput, StepOutput
 from di_jax.engine.step_plan import BucketLadder
-from di_jax.engine.step_profile import StepProfile
 from di_jax.engine.verification import MARGIN, RateLedger, choose_rows, fill
 
 FOLDER = Path(__file__).parent / "results"
@@ -49,7 +49,6 @@ RECORDING = FOLDER / "demo-confidences.npz"
 SEED = 20261130
 DRAFTS = 5
 ACCEPTED_LENGTH = 3.29  # tokens of a step that verifies all drafts, the one that is always drawn included
-FIXED_S, ROW_S = 9.3e-3, 21e-6
 CONCURRENCY = (1, 2, 4, 8, 16, 24, 32, 40, 48, 60, 64, 80, 96, 112, 128, 160, 192, 256)
 REQUEST_STEPS = 32_768  # steps times requests of each simulation, but no fewer steps than
 LEAST_STEPS = 400
@@ -128,7 +127,7 @@ class Blocks:
 
 def step_seconds(rows: float) -> float:
     """Seconds of a step of so many rows, drafting included."""
-    return FIXED_S + ROW_S * rows
+    return STEP_S + ROW_S * rows
 
 
 def request_speed(requests: int, rows_each: int, accepted_length: float) -> float:
@@ -225,9 +224,7 @@ class EnginePolicy:
         self.all_rows = self.ladder.verify_rows(requests)[-1]
         self.table = SlotTable(requests, 1, DRAFTS)
         self.table.left[:] = 1 + DRAFTS
-        none, plain = {requests: 0.0}, {requests: step_seconds(requests)}
-        forward = {rows: step_seconds(rows) for rows in self.ladder.verify_rows(requests)}
-        self.books = Speculation(self.ladder, {0: self.table}, StepProfile(forward, none, none, plain, plain), WINDOW)
+        self.books = Speculation(self.ladder, {0: self.table}, published_profile(self.ladder), WINDOW)
         self.in_flight: list[tuple[Rounds, bool]] = []
 
     def launch(self) -> tuple[int, Ints]:
@@ -334,7 +331,7 @@ def simulate(
 def implied_verified(requests: int, gain: float) -> float:
     """Drafts that a request verified when 3.20 tokens of 3.29 were accepted with this gain, if steps take as here."""
     seconds = step_seconds(requests * (1 + DRAFTS)) * PUBLISHED_ACCEPTED / ACCEPTED_LENGTH / (1 + gain)
-    return (seconds - FIXED_S) / ROW_S / requests - 1
+    return (seconds - STEP_S) / ROW_S / requests - 1
 
 
 def draw(rows: list[Row], picture: Path) -> None:

@@ -105,7 +105,7 @@ def test_temperatures_are_judged_on_rows_that_they_were_not_fitted_on() -> None:
     temperatures, measures, judged = calibrate(made(right * [4.0, 2.0, 1.0], overlap))
     assert (judged.row % 2 == 1).all()
     np.testing.assert_allclose(temperatures, [4.0, 2.0, 1.0], rtol=0.35)
-    errors, ranking = measures["calibration_error"], measures["ranking_quality"]
+    errors, ranking = measures["calibration_error"], measures["roc_auc"]
     assert errors["after"]["all"] < 0.02 < 0.04 < errors["before"]["all"]
     assert ranking["after"]["by_position"][0] == ranking["before"]["by_position"][0] > 0.7
 
@@ -121,7 +121,7 @@ def test_blocks_of_a_row_stay_in_one_fold(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_on_the_bundled_checkpoint_no_error_rises_and_the_ranking_stays() -> None:
     result = json.loads((Path(fit_sts.__file__).parent / "results" / "demo-sts.json").read_text(encoding="utf-8"))
-    errors, ranking = result["calibration_error"], result["ranking_quality"]
+    errors, ranking = result["calibration_error"], result["roc_auc"]
     positions = [errors[when]["by_position"] for when in ("before", "after")]
     assert len(positions[0]) == len(result["confidence_temperatures"]) == 5
     assert all(after <= before < 0.03 for before, after in zip(*positions, strict=True))

@@ -116,7 +116,9 @@ class NullRunner(ModelRunner):
         self._thread = None
         random, places = np.random.default_rng(SEED), 1 + layout.num_drafts
         self._answers = itertools.cycle([self._answer(random, rows) for _ in range(ANSWERS)])
-        self._verified = itertools.cycle([self._blocks(random, rows, places) for _ in range(ANSWERS * (places > 1))])
+        blocks = [self._block(random, rows, places) for _ in range(ANSWERS * (places > 1))]
+        self._verified = itertools.cycle([verified for verified, _ in blocks])
+        self._drafts = itertools.cycle([draft for _, draft in blocks])
         self._rings: dict[int, np.ndarray] = {}  # by layers
 
     def warm_up(self, buckets: Iterable[Bucket], outputs: str = TOKENS, *, workers: int | None = None) -> None:
@@ -135,7 +137,7 @@ class NullRunner(ModelRunner):
         logprob = -random.exponential(1.0, shape).astype(np.float32)
         return NullOutput(cast(Any, token), cast(Any, logprob), None, None, None)
 
-    def _blocks(self, random: np.random.Generator, *shape: int) -> tuple[NullVerified, DraftOutput]:
+    def _block(self, random: np.random.Generator, *shape: int) -> tuple[NullVerified, DraftOutput]:
         """What a step answers, and what it drafts then."""
         answer = self._answer(random, *shape)
         drafts = np.asarray(answer.token)[:, :, 1:]
@@ -149,11 +151,10 @@ class NullRunner(ModelRunner):
         return [(view["cap"].copy(), int(view["budget"][0])) for view in views]
 
     def accept(self, verification: Any, rows: Any = None, allowed: Any = None) -> Any:
-        return replace(next(self._verified)[0], limits=verification)
+        return replace(next(self._verified), limits=verification)
 
     def draft(self, rows: Sequence[np.ndarray]) -> DraftOutput:
-        numbers = next(self._verified)[1].numbers
-        return DraftOutput(numbers[:, : rows[0].shape[-1]])
+        return DraftOutput(next(self._drafts).numbers[:, : rows[0].shape[-1]])
 
     def copy(self, copies: Sequence[StateCopies], launches: int | None = None) -> None:
         """There is nothing to copy."""

@@ -48,7 +48,7 @@ def reliability(chance: np.ndarray, accepted: np.ndarray, bins: int = BINS) -> n
     return np.stack([count, *mean], axis=1)
 
 
-def ranking_quality(chance: np.ndarray, accepted: np.ndarray) -> float:
+def roc_auc(chance: np.ndarray, accepted: np.ndarray) -> float:
     """Area under the ROC curve, 0..1, of chance [N] for accepted [N], equals counting half; NaN where all or none are
     accepted. Of accepted chances: of the outcomes drawn from them, pair by pair."""
     values, which = np.unique(chance, return_inverse=True)

@@ -317,7 +317,7 @@ class Stretch:
         return params, state
 
 
-def other_tokens(data: Path, checkpoint: Path) -> str | None:
+def tokenizer_mismatch(data: Path, checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint whose tokens are not the data's, to which its weights would be noise."""
     files = [folder / "tokenizer.json" for folder in (data, checkpoint)]
     if missing := [file for file in files if not file.is_file()]:
@@ -351,7 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.exact_every < 0:
         parser.error(f"--exact-every {args.exact_every}: a number of steps, or 0 for quantized weights in all")
     began = time.monotonic()
-    if args.checkpoint and (why := other_tokens(args.data, args.checkpoint)):
+    if args.checkpoint and (why := tokenizer_mismatch(args.data, args.checkpoint)):
         parser.error(f"--checkpoint {args.checkpoint}: {why}")
     plan = plan_of(args.stages, args.rows, args.row_length)
     args.out.mkdir(parents=True, exist_ok=True)

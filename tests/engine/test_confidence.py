@@ -12,8 +12,8 @@ from di_jax.engine.confidence import (
     GRID,
     calibration_error,
     fit_temperatures,
-    ranking_quality,
     reliability,
+    roc_auc,
     survival,
 )
 
@@ -74,10 +74,10 @@ def test_held_out_errors_fall_at_every_position_and_the_ranking_stays(scale: flo
         # Of a position's own confidence where all before are accepted: a temperature keeps every pair's order.
         reached = np.ones(len(kept), bool) if k == 0 else kept[:, k - 1] > 0
         column, taken = held_out[reached, k : k + 1], kept[reached, k]
-        own = [ranking_quality(survival(column, t)[:, 0], taken) for t in (None, found[k : k + 1])]
+        own = [roc_auc(survival(column, t)[:, 0], taken) for t in (None, found[k : k + 1])]
         assert own[0] == own[1] > 0.7
         # Of the survival, a product: calibrated factors may turn pairs around, a few, and mostly the right way.
-        whole = [ranking_quality(survival(held_out, t)[:, k], kept[:, k]) for t in (None, found)]
+        whole = [roc_auc(survival(held_out, t)[:, k], kept[:, k]) for t in (None, found)]
         assert -0.001 < whole[1] - whole[0] < 0.01
 
 
@@ -105,13 +105,13 @@ def test_blocks_of_one_text_are_judged_together() -> None:
 
 @given(st.integers(0, 2**32), st.integers(2, 40))
 @settings(max_examples=50)
-def test_ranking_quality_is_that_of_its_definition(seed: int, count: int) -> None:
+def test_the_area_is_that_of_its_definition(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     chance, accepted = rng.integers(0, 5, count) / 4, rng.random(count)
     weight = accepted[:, None] * (1 - accepted)  # of the pair (i, j): i accepted, j not
     above = (chance[:, None] > chance) + (chance[:, None] == chance) / 2
-    assert ranking_quality(chance, accepted) == pytest.approx((weight * above).sum() / weight.sum())
-    assert np.isnan(ranking_quality(chance, np.ones(count)))
+    assert roc_auc(chance, accepted) == pytest.approx((weight * above).sum() / weight.sum())
+    assert np.isnan(roc_auc(chance, np.ones(count)))
 
 
 def test_equals_go_to_the_temperature_nearest_to_one() -> None:

@@ -104,7 +104,10 @@ def test_what_the_command_trains_loses_nothing_by_its_export() -> None:
         assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bundled", "third-stretch", "nvidia-h200", "command-nvidia-h200", "both-forms-cpu"])
+@pytest.mark.parametrize(
+    "name",
+    ["bundled", "third-stretch", "nvidia-h200", "command-nvidia-h200", "both-forms-cpu", "relearned-nvidia-h200"],
+)
 def test_the_readme_quotes_the_kept_comparisons(name: str) -> None:
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
     row = next(line for line in readme.splitlines() if line.startswith("|") and f"demo-masters-{name}.json" in line)

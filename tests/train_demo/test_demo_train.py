@@ -134,10 +134,10 @@ def test_a_negative_number_of_steps_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_other_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_tokenizer_mismatch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ids that mean something else: on from there a training learns everything anew, and nothing says so."""
     mine = json.loads((demo_checkpoint() / "tokenizer.json").read_text(encoding="utf-8"))
-    assert train.other_tokens(demo_checkpoint(), demo_checkpoint()) is None
+    assert train.tokenizer_mismatch(demo_checkpoint(), demo_checkpoint()) is None
     first, second, *rest = mine["model"]["merges"]
     data, checkpoint = tmp_path / "data", tmp_path / "checkpoint"
     for folder, merges in ((data, [first, second, *rest]), (checkpoint, [second, first, *rest])):
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_other_tokens_is_refused(tmp_path: Path, capsys: pytest.
     assert f"prepare data with --tokenizer {checkpoint / 'tokenizer.json'}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (checkpoint / "tokenizer.json").unlink()
-    assert train.other_tokens(data, checkpoint) == f"{checkpoint / 'tokenizer.json'}: no such file"
+    assert train.tokenizer_mismatch(data, checkpoint) == f"{checkpoint / 'tokenizer.json'}: no such file"
 
 
 def test_batches_come_in_order_and_their_thread_ends() -> None:
