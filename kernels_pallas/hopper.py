@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Callable
+from functools import cache
 
 import jax
 
@@ -10,6 +13,8 @@ from di_jax.errors import UserError
 from kernels_pallas.choice import choose
 
 KERNEL = "mosaic_gpu_sm90"
+WITH_KERNELS = ("hyper_connections", "index_topk", "sparse_attention", "compress_store")
+_importing = threading.Lock()
 
 
 class UnsupportedShape(UserError):
@@ -21,7 +26,23 @@ def unavailable() -> str | None:
     if jax.default_backend() != "gpu":
         return f"it needs a GPU, the default backend is {jax.default_backend()}"
     capability = getattr(jax.devices()[0], "compute_capability", None)
-    return None if capability == "9.0" else f"it needs compute capability 9.0 (Hopper), the device has {capability}"
+    if capability != "9.0":
+        return f"it needs compute capability 9.0 (Hopper), the device has {capability}"
+    # Steps are traced in several threads, and modules of jax that import one another were found half imported by the
+    # second of two threads (ImportError in two of a dozen benches on an H200): they are all here before one is used.
+    with _importing:
+        return not_imported()
+
+
+@cache
+def not_imported() -> str | None:
+    """Imports the modules of all kernels. Why that fails, as under a jax whose Mosaic GPU is another one; or None."""
+    for operation in WITH_KERNELS:
+        try:
+            importlib.import_module(f"kernels_pallas.{operation}.{KERNEL}")
+        except (ImportError, AttributeError) as error:
+            return f"its kernel of {operation} cannot be imported under jax {jax.__version__}: {error}"
+    return None
 
 
 def choose_kernel[F: Callable[..., object]](

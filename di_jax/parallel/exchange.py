@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.tiling import zeros_after
+
 
 def capacity_of(items: int, ranks: int, factor: float) -> int:
     """Items that one rank may send another in a round: `factor` times the mean, in steps of 8, and never more than
@@ -58,5 +60,5 @@ def exchange(
 
     slots = jax.ShapeDtypeStruct((ranks * capacity,), jnp.int32)
     answer = jax.eval_shape(serve, jax.eval_shape(take, slots), jax.ShapeDtypeStruct(slots.shape, bool))
-    empty = jax.tree.map(lambda s: jnp.zeros((items, *s.shape[1:]), s.dtype), answer)
+    empty = jax.tree.map(lambda s: zeros_after(rounds, (items, *s.shape[1:]), s.dtype), answer)
     return lax.fori_loop(0, rounds, one_round, empty)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from di_jax.model.quantization import expand_weight, matmul, quantize_activation
+from kernels_pallas.tiling import zeros_after
 
 Stored = tuple[Array, Array | None]  # weight and its scale, or None for a bf16 weight
 
@@ -65,6 +66,6 @@ def expert_ffn(
         y = matmul(a, stored(w2, e), dtype)
         return out.at[jnp.where(inside, pair, pairs)].set(y, mode="drop")
 
-    out = lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros((pairs, x.shape[1]), dtype))
+    out = lax.fori_loop(0, last_tile[-1], one_tile, zeros_after(last_tile[-1], (pairs, x.shape[1]), dtype))
     # The sum runs over the k choices of a row in their fixed order, whatever shared its tiles.
     return jnp.sum(out.reshape(rows, k, -1).astype(jnp.float32), axis=1)

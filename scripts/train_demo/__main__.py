@@ -10,7 +10,7 @@ are cut where the time ends and go on in the next call, from an Orbax checkpoint
 
 The folder may move to another machine between two calls, without its `state` folders and `compiled`: an unfinished
 training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Only
-`compare` needs the state that `end-3` ended with, where it is.
+`compare` needs the states that the three trainings ended with, where they are: the average's float32 masters.
 
 Each stage is a command of its own with the options below: trainings of as many tokens as the bundled weights had, and
 the last stretch of their draft (the README tells of those before it).
@@ -120,7 +120,7 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
     def preparing(_: float) -> list[Any]:
         return ["--folder", source[1], *(["--packages", packages] if packages else [])]
 
-    masters = ["--state", ends[-1] / "state", "--out", out / "masters.json"]
+    masters = ["--state", *(end / "state" for end in ends), "--out", out / "masters.json"]
     logs, log = [end / "log.jsonl" for end in ends], out / "training-log.jsonl"
     drawn = [draft / "draft_log.jsonl", "--out", out / "draft-log.jsonl"]
     plan = [

@@ -2,9 +2,11 @@
 
 python -m scripts.train_demo.compare --data build/train_demo --state build/state --out masters.json
 
---state is where `train` left its last stretch: there the masters are float32, as the optimizer has them. --weights is
-what travelled: bfloat16, and e4m3 with a float32 scale for 32 weights of experts and tables. They are exported, read
-back, and both run through one program in float32, over the same held-out text: only the weights differ.
+--state is where `train` left its last stretch: there the masters are float32, as the optimizer has them; of the three
+trainings of a model, in their order, it is their average, cooled, which `average` makes of what travels. --weights is
+that: bfloat16, and e4m3 with a float32 scale for 32 weights of experts and tables. They are exported, read back, and
+both run through one program in float32, over the same text: only the weights differ. Held-out text is the comparison;
+`seen` is the beginning of what was trained on, where weights that know it by heart gain nothing by being disturbed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from tqdm import tqdm
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
+from scripts.train_demo.average import average, cool
 from scripts.train_demo.curriculum import Clock
 from scripts.train_demo.dataset import text_rows
 from scripts.train_demo.export import export
@@ -42,7 +45,7 @@ ROW, CONTEXT, BATCH = 1024, 256, 8  # rows of so many tokens, of which the first
 
 
 def masters(state: Path, config: ModelConfig, tables: EngramTables) -> tuple[dict[str, np.ndarray], Clock]:
-    """(fp32 weights, clock) at the end of the last stretch. Raises FileNotFoundError."""
+    """(fp32 weights, clock) at the end of the last stretch of a training. Raises FileNotFoundError."""
     _, shapes = builder(config, Numerics.training("float32"), tables)
     template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
     found = State(state).restore({"weights": template}) if state.is_dir() else None
@@ -98,7 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="compare float32 master weights with their quantized export")
     parser.add_argument("--data", type=Path, required=True)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--state", type=Path, help="of the last stretch of scripts.train_demo.train")
+    source.add_argument(
+        "--state", type=Path, nargs="+", help="of scripts.train_demo.train: of one training, or of the three to average"
+    )
     source.add_argument("--weights", type=Path, nargs="+", help="weight files that a stretch left")
     parser.add_argument("--out", type=Path, required=True, help="JSON")
     parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of each text")
@@ -110,32 +115,39 @@ def main(arguments: list[str] | None = None) -> int:
     if args.weights:
         weights = load_parts(args.weights)
     else:
-        weights, clock = masters(args.state, config, tables)
-        trained = {"trained": {"steps": clock.step, "seconds": round(clock.trained_s, 1)}}
+        ends, clocks = zip(*(masters(state, config, tables) for state in args.state))
+        weights = cool(average(ends)) if len(ends) > 1 else ends[0]
+        steps, seconds = sum(clock.step for clock in clocks), sum(clock.trained_s for clock in clocks)
+        trained = {"trained": {"trainings": len(ends), "steps": steps, "seconds": round(seconds, 1)}}
     with tempfile.TemporaryDirectory() as folder:
         export(args.data, weights, Path(folder), draft=False)
         exported = from_checkpoint(Path(folder), config)
     perplexity = measure(config, tables, args.row_length, args.row_length // 4)
-    texts: dict[str, Any] = {}
-    for name in ("english", "python"):
-        text = np.load(args.data / f"{name}_eval.npy")[: args.text_tokens]
-        found = {"masters": perplexity(weights, text), "quantized_export": perplexity(exported, text)}
-        ratio = found["quantized_export"] / found["masters"]
-        texts[name] = {"tokens": len(text), **{k: round(v, 4) for k, v in found.items()}, "ratio": round(ratio, 5)}
+
+    def compared(part: str) -> dict[str, Any]:
+        texts = {name: np.load(args.data / f"{name}_{part}.npy")[: args.text_tokens] for name in ("english", "python")}
+        found = {}
+        for name, text in texts.items():
+            both = {"masters": perplexity(weights, text), "quantized_export": perplexity(exported, text)}
+            ratio = both["quantized_export"] / both["masters"]
+            found[name] = {"tokens": len(text), **{k: round(v, 4) for k, v in both.items()}, "ratio": round(ratio, 5)}
+        return found
+
     result = {
         "kind": "demo-masters",
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
         "command": "python -m scripts.train_demo.compare --data build/train_demo "
-        f"{'--weights FILES' if args.weights else '--state FOLDER'} --out FILE",
+        f"{'--weights FILES' if args.weights else ' '.join(['--state', *['FOLDER'] * len(args.state)])} --out FILE",
         "masters": "travelled" if args.weights else "float32",
         **trained,
         "rounding": {name: round(value, 5) for name, value in rounding(weights, exported).items()},
-        "perplexity": texts,
+        "perplexity": compared("eval"),
+        "seen": compared("train"),
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(texts))
+    print(json.dumps({name: result[name] for name in ("perplexity", "seen")}))
     return 0
 
 
