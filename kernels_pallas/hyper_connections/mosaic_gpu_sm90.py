@@ -27,6 +27,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.hyper_connections.config import Tuning
+from kernels_pallas.mosaic import nameable
 
 HC = 4
 MIXES = (2 + HC) * HC
@@ -207,8 +208,9 @@ def _expand(
         swizzle: Any = plgpu.SwizzleTransform(2 * chunk)  # type: ignore[abstract]
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=(tiling, swizzle))
 
+    body = partial(_expand_body, tuning=tuning, dim=dim, overlap=overlap)
     run = plgpu.kernel(
-        partial(_expand_body, tuning=tuning, dim=dim, overlap=overlap),
+        body if interpret else nameable(body),
         out_type=(
             jax.ShapeDtypeStruct(streams.shape, jnp.bfloat16),
             jax.ShapeDtypeStruct(y.shape, jnp.bfloat16),
@@ -339,7 +341,7 @@ def _finish(
         overlap=overlap,
     )
     run = plgpu.kernel(
-        body,
+        body if interpret else nameable(body),
         out_type=(
             jax.ShapeDtypeStruct(collapsed.shape, jnp.bfloat16),
             jax.ShapeDtypeStruct((total, HC), jnp.float32),

@@ -9,6 +9,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.index_topk import lanes
+from kernels_pallas.mosaic import nameable
 
 
 def run(
@@ -29,9 +30,8 @@ def run(
 
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))(emit)(*references)
 
-    kernel_body.__name__ = name
     kernel = plgpu.kernel(
-        kernel_body,
+        nameable(kernel_body),
         out_type=out_type,
         scratch_types=[plgpu.SMEM((places["end"],), jnp.uint8)],
         grid=(blocks,),
@@ -39,6 +39,7 @@ def run(
         num_threads=threads // 128,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name=name,
     )
     return kernel(*arguments)
 

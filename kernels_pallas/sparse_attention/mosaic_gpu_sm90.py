@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from di_jax.model.cache import CacheLayout
 from di_jax.model.rows import Rows
+from kernels_pallas.mosaic import nameable
 from kernels_pallas.sparse_attention import lanes as lane_code
 from kernels_pallas.sparse_attention.config import SparseAttentionConfig
 
@@ -460,7 +461,7 @@ def attend(
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=lane_code.TILED)
 
     kernel = plgpu.kernel(
-        body,
+        body if interpret else nameable(body),
         out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=(blocks,),
         grid_names=("block",),
@@ -479,6 +480,7 @@ def attend(
             plgpu.Barrier(num_arrivals=2),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="sparse_attention",
         interpret=interpret,
     )
     optional = [x for x in (fresh, pool) if x is not None]

@@ -248,12 +248,17 @@ def test_right_drafts_save_steps(model: Speculating, asynchronous: bool) -> None
 
 @SLOW
 def test_preemptions_hits_and_forks_change_no_answer(model: Speculating) -> None:
-    model.truth = 0.6
-    crowd = [Arrival(0, 0, 118 - number, dataclasses.replace(GREEDY, max_tokens=24), None) for number in range(3)]
+    """Whatever is accepted, one of the crowd is preempted: of a pool of 5 blocks each of the three needs a second by
+    its fifth decode step, before which it has 25 of its 40 tokens at most (prefill's one and 4 x 6), so that all still
+    run. After 118 tokens, answers of 24 could be complete before."""
+    model.truth, model.rng = 0.6, np.random.default_rng(5)
+    crowd = [Arrival(0, 0, 126 - number, LONG, None) for number in range(3)]
+    idle = 400  # a step that is never reached: a request comes when all before it are answered
     later = [
         Arrival(3, 120, 30, dataclasses.replace(LONG, n=3), None),
-        Arrival(40, 140, 60, dataclasses.replace(LONG, n=2), None),
-        Arrival(45, 118, 3, LONG, 6),
+        Arrival(idle, 140, 60, dataclasses.replace(LONG, n=2), None),  # alone: there are blocks to fork at once
+        Arrival(idle, 118, 3, LONG, 6),
+        Arrival(idle, 140, 20, GREEDY, None),  # hits the pair's first block
     ]
     engine = run_mix(model, crowd + later, 5, {})
     assert engine.scheduler.preemptions and engine.metrics.prefix_hits and engine.scheduler.ledgers[0].evictions
