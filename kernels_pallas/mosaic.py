@@ -28,8 +28,7 @@ def nameable(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name(_: Any) -> None:
-    operation = ir.InsertionPoint.current.block.owner
-    while operation.parent is not None:
-        operation = operation.parent
-    module = operation.operation
+    module = ir.InsertionPoint.current.block.owner.operation
+    while module.parent is not None:
+        module = module.parent.operation
     module.attributes[DUMP_NAME] = module.attributes["sym_name"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 # Temporaries of one batch of tiles. 256 MB holds 256 rows of 512 gathered fp32 entries at head size 512.
@@ -15,12 +15,29 @@ TEMPORARY_BYTES = 256 * 2**20
 
 
 def map_tiles(fn: Callable[[Any], Any], xs: Any, bytes_per_tile: int) -> Any:
-    """fn over the leading axis of xs: at once when the temporaries fit the budget, else in batches."""
-    tiles = jax.tree.leaves(xs)[0].shape[0]
-    batch = max(1, TEMPORARY_BYTES // max(1, bytes_per_tile))
-    if tiles <= batch:
+    """fn over the leading axis of xs: at once when the temporaries fit the budget, else in batches.
+
+    Batches are of one size, so the last may compute some tiles again. What they are written into begins as some value
+    of xs rather than as zeros, for the reason that `zeros_after` gives.
+    """
+    leaves = jax.tree.leaves(xs)
+    tiles = leaves[0].shape[0]
+    rounds = -(-tiles // max(1, TEMPORARY_BYTES // max(1, bytes_per_tile)))
+    if rounds <= 1:
         return jax.vmap(fn)(xs)
-    return jax.lax.map(fn, xs, batch_size=batch)
+    batch = -(-tiles // rounds)
+
+    def one_batch(number: Array, out: Any) -> Any:
+        first = jnp.minimum(number * batch, tiles - batch)
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, batch), xs)
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, first, 0), out, jax.vmap(fn)(some)
+        )
+
+    any_value = leaves[0].reshape(-1)[0]
+    made = jax.eval_shape(jax.vmap(fn), xs)
+    out = jax.tree.map(lambda a: jnp.broadcast_to(any_value.astype(a.dtype), a.shape), made)
+    return lax.fori_loop(0, -(-tiles // batch), one_batch, out)
 
 
 def zeros_after(count: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

@@ -11,9 +11,15 @@ layers    six layers of released widths (on a CPU: of the golden model's), of ev
           and of all together are compared with those of the reference in float32, the definition. All are fed the same
           tokens and keep caches of their own.
 demo      the bundled checkpoint through the engine by `auto`: perplexity beside the committed baselines, greedy tasks.
+engine    engines over such layers and a draft by `auto`, on one device and, where there are two, with dp, ep and cp of
+          2: prompts in chunks, prefixes from the caches, replay, drafts of which some are accepted, launches ahead. An
+          engine in float32 that does nothing of this says their answers again. On a Hopper GPU each operation that has
+          a kernel has to be computed by it.
 
 A kernel passes when it is at most 1.5 times as far from the definition as the reference in bfloat16: in the median of
 the rows, which single flips of fp4 and fp8 codes or of entries do not move, after every layer, and in the worst row.
+An engine passes alike by the log-probabilities of its tokens, in the median and in nine of ten, and at most 3 times as
+far in the worst, as answers differ.
 Inputs of products stay unquantized: that noise, the same for all, would hide theirs.
 """
 
@@ -42,8 +48,10 @@ from di_jax.llm import LLM
 from di_jax.model.cache import CacheLayout
 from di_jax.model.quantization import Codec, Fp4Block, Fp4Micro, Fp8Block, fake_quantize
 from di_jax.model.transformer import assemble
+from di_jax.platforms.allocator import choose_allocator
 from di_jax.sampling_params import SamplingParams
 from kernels_pallas.choice import KernelChoice
+from scripts.kernel_check_engine import engine_result, released_engine, small_engine
 from scripts.kernel_check_layers import (
     compiler,
     kernel_operations,
@@ -54,7 +62,7 @@ from scripts.kernel_check_layers import (
 from scripts.perplexity_baselines import BASELINES, measure
 from tests import golden_model as tiny
 
-SECTIONS = ("goldens", "layers", "demo")
+SECTIONS = ("goldens", "layers", "demo", "engine")
 SHOWN = 5  # problems of a section; the JSON has all
 
 EXACT, ROUNDED = 1e-4, 2e-3  # of logits, without and with cache quantizers, where no cached code has flipped
@@ -206,11 +214,12 @@ def goldens_result() -> dict[str, Any]:
 
 def check(sections: Sequence[str], compile_dir: str, keep: Callable[[dict[str, Any]], None]) -> None:
     """Hands over what is found so far after each section."""
-    sizes = small_sizes() if jax.default_backend() == "cpu" else released_sizes()
+    small = jax.default_backend() == "cpu"
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "goldens": goldens_result,
-        "layers": partial(layers_result, sizes),
+        "layers": partial(layers_result, small_sizes() if small else released_sizes()),
         "demo": partial(demo_result, compile_dir),
+        "engine": partial(engine_result, small_engine() if small else released_engine()),
     }
     found: dict[str, Any] = {}
     for name in sections:
@@ -244,6 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
+    if "engine" in args.sections:
+        choose_allocator(released_engine().settings("auto"))  # as that of an engine that drafts
     with tempfile.TemporaryDirectory() as compile_dir:
         jax.config.update("jax_compilation_cache_dir", compile_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

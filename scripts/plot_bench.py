@@ -128,7 +128,8 @@ def _draw_slice(rows: list[dict[str, Any]]) -> Figure:
         if axis.lines:
             axis.set(xscale="log", yscale="log")
             axis.grid(which="both", lw=0.3)
-            axis.legend(fontsize=7)
+            # Floors lie to the upper right of decode steps, and prefill steps rise with their rows.
+            axis.legend(fontsize=6, loc="upper left" if axis is trade else "lower right")
     if sizes := sorted({row["rows"] for (phase, *_), points in curves.items() if phase != "decode" for row in points}):
         prefill.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7)
         prefill.set_xticks([], minor=True)

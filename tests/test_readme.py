@@ -138,15 +138,46 @@ def test_the_slice_table_quotes_the_committed_results() -> None:
     match = re.search(r"<!-- slice table -->\n(.*?)<!-- end of slice table -->", README, re.DOTALL)
     assert match is not None
     path = ROOT / "scripts" / "results" / "slice-nvidia-h200.json"
-    labels, want = ("XLA", "mHC+index+attention", "mHC+index+attention+stores"), {}
+    kernels = ("mHC", "index", "attention", "stores")
+    labels = ("XLA", *("+".join(kernels[: n + 1]) for n in range(len(kernels))))
+    want: dict[tuple[str, str], list[str]] = {}
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         size = row["batch"] if row["phase"] == "decode" else row["rows"]
-        cells = want.setdefault((f"{row['phase']} EP{row['ep']}", str(size)), ["", "", "", ""])
+        cells = want.setdefault((f"{row['phase']} EP{row['ep']}", str(size)), [""] * 6)
         cells[labels.index(row["label"])] = f"{row['step_ms']:.0f} ms {row['tokens_per_s']:.0f}"
-        cells[3] = f"{row['roofline_ms']:.1f} ms"
+        cells[5] = f"{row['roofline_ms']:.1f} ms"
     lines = re.findall(r"^\| ((?:decode|prefill).*) \|$", match[1].replace(",", ""), re.MULTILINE)
     quoted = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert {(step, size): cells for step, size, *cells in quoted} == want
+
+
+def test_plans_are_near_what_the_compiler_places() -> None:
+    """The README's figures, and within 15% of `memory_analysis` in every committed row."""
+    path = ROOT / "scripts" / "results" / "slice-nvidia-h200.json"
+    found: dict[str, list[float]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        found.setdefault(row["label"], []).append(row["plan"]["over_memory_analysis"])
+    assert all(abs(ratio - 1) <= 0.15 for ratios in found.values() for ratio in ratios)
+    kernels, plain = found["mHC+index+attention+stores"], found["XLA"]
+    told = f"{min(kernels):.2f} to {max(kernels):.2f} of the compiler's analysis with all kernels"
+    assert f"{told}, and {min(plain):.2f} to {max(plain):.2f} with plain XLA" in " ".join(README.split())
+
+
+def test_the_kernel_check_that_the_readme_tells_of_passed() -> None:
+    check = json.loads((ROOT / "scripts/results/kernel-check-nvidia-h200.json").read_text(encoding="utf-8"))
+    assert check["passed"] and all(not check[name]["problems"] for name in ("goldens", "layers", "demo", "engine"))
+    plain, together = (check["layers"]["results"][name]["prefill"]["median"] for name in ("reference", "all"))
+    engines = check["engine"]["results"]
+    assert all(engine["best_same"] == 1 and engine["answers_same"] == 6 for engine in engines.values())
+    bare = engines.pop("reference")["median"]
+    least, most = (find(engine["median"] for engine in engines.values()) for find in (min, max))
+    told = " ".join(README.split())
+    for words in (
+        f"logits are {plain:.3f} from it in the median with plain XLA in bfloat16, {together:.3f} with all four kernels",
+        f"all {check['engine']['tokens']} greedy tokens are the same",
+        f"off by {least:.3f} to {most:.3f} in the median, with plain XLA by {bare:.3f}",
+    ):
+        assert words in told, words
 
 
 def test_the_kernel_table_quotes_the_committed_results() -> None:

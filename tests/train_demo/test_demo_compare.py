@@ -77,11 +77,12 @@ def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name:
 
 def test_an_export_costs_three_percent_at_most() -> None:
     """The bundled weights and float32 masters that every second step saw, within it in both directions; float32
-    masters that no step saw, which gain by it.
+    masters of trainings that end with less held out than they began with, which gain by it.
 
     The third stretch's end, which knows its texts by heart, is not what is bundled: it costs that one 4%.
     """
-    for name, least in (("bundled", 0.97), ("both-forms-cpu", 0.97), ("nvidia-h200", 0.9)):
+    gain = {"command-nvidia-h200": 0.93, "every-second-nvidia-h200": 0.9, "every-fourth-nvidia-h200": 0.9}
+    for name, least in ({"bundled": 0.97, "both-forms-cpu": 0.97, "nvidia-h200": 0.9} | gain).items():
         kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))
         assert all(least <= found["ratio"] <= 1.03 for found in kept["perplexity"].values()), name
 
@@ -96,17 +97,29 @@ def test_the_bundled_export_is_the_one_that_was_evaluated() -> None:
         assert found["quantized_export"] == pytest.approx(engine[text], rel=1e-3)
 
 
-def test_what_the_command_trains_loses_nothing_by_its_export() -> None:
+def test_what_the_command_trains_is_compared_as_it_is_exported() -> None:
+    """The average of its trainings. It knows the text by heart that it saw, and loses some of that."""
     kept = json.loads((RESULTS / "demo-masters-command-nvidia-h200.json").read_text(encoding="utf-8"))
-    assert kept["masters"] == "float32" and kept["trained"]["steps"] == 221  # of the last of its trainings
-    for found in kept["perplexity"].values():
-        assert found["tokens"] == 60_000 and found["quantized_export"] < found["masters"]
+    assert kept["masters"] == "float32" and kept["trained"]["trainings"] == 3
+    for name, found in kept["perplexity"].items():
+        seen = kept["seen"][name]
+        assert found["tokens"] == seen["tokens"] == 60_000
+        assert seen["masters"] < seen["quantized_export"] < found["masters"] / 2
         assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["bundled", "third-stretch", "nvidia-h200", "command-nvidia-h200", "both-forms-cpu", "relearned-nvidia-h200"],
+    [
+        "bundled",
+        "third-stretch",
+        "nvidia-h200",
+        "command-nvidia-h200",
+        "every-second-nvidia-h200",
+        "every-fourth-nvidia-h200",
+        "both-forms-cpu",
+        "relearned-nvidia-h200",
+    ],
 )
 def test_the_readme_quotes_the_kept_comparisons(name: str) -> None:
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
