@@ -173,7 +173,7 @@ def test_the_kernel_check_that_the_readme_tells_of_passed() -> None:
     least, most = (find(engine["median"] for engine in engines.values()) for find in (min, max))
     told = " ".join(README.split())
     for words in (
-        f"logits are {plain:.3f} from it in the median with plain XLA in bfloat16, {together:.3f} with all four kernels",
+        f"logits are {plain:.3f} from it in the median with plain XLA in bfloat16, {together:.3f} with all four",
         f"all {check['engine']['tokens']} greedy tokens are the same",
         f"off by {least:.3f} to {most:.3f} in the median, with plain XLA by {bare:.3f}",
     ):
