@@ -11,13 +11,13 @@ from jaxlib.mlir import ir
 DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
-def nameable(body: Callable[..., None]) -> Callable[..., None]:
+def stably_named(body: Callable[..., None]) -> Callable[..., None]:
     """The body of a kernel, such that two kernels of equal code are equal: one is compiled for all.
 
     jaxlib writes into every kernel under which name its code would be dumped, and counts the kernels of the process in
     that name (0.11.2, `mosaic_gpu.dump_basename`). So the 49 launches in a decode step were 49 kernels to compile, and
     a compilation cache never knew a step again: the numbers depend on the order in which threads trace. A name that is
-    already there is kept.
+    already there is kept. Dumps of kernels of one name then overwrite each other.
     """
 
     def named(*references: Any) -> None:

@@ -17,8 +17,8 @@ TEMPORARY_BYTES = 256 * 2**20
 def map_tiles(fn: Callable[[Any], Any], xs: Any, bytes_per_tile: int) -> Any:
     """fn over the leading axis of xs: at once when the temporaries fit the budget, else in batches.
 
-    Batches are of one size, so the last may compute some tiles again. What they are written into begins as some value
-    of xs rather than as zeros, for the reason that `zeros_after` gives.
+    xs: arrays, the first not empty; no PRNG keys. Batches are of one size, so the last may compute some tiles again.
+    What they are written into begins as some value of xs rather than as zeros, for the reason that `zeros_after` gives.
     """
     leaves = jax.tree.leaves(xs)
     tiles = leaves[0].shape[0]
@@ -41,7 +41,7 @@ def map_tiles(fn: Callable[[Any], Any], xs: Any, bytes_per_tile: int) -> Any:
 
 
 def zeros_after(count: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros that a loop writes into, made once `count` is known, an integer of at least 0 that the loop goes by.
+    """Zeros that a loop writes into, made once `count` is known, a signed integer of at least 0 that the loop goes by.
 
     To XLA constants are no reason to wait: it fills those of all loops of a step in one kernel at the beginning, and
     each keeps its memory until its loop comes. That was 5 of the 9.5 GB of temporaries of a prefill of 16,384 rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -153,10 +152,10 @@ def build(sizes: EngineSizes, name: str, weights: tuple[nnx.State, nnx.State]) -
 
 
 @contextmanager
-def resolved() -> Iterator[Mapping[str, Mapping[str, set[str]]]]:
-    """What `auto` takes in programs that are traced meanwhile, by mesh and operation, and what kept the kernel out."""
+def resolved() -> Iterator[set[tuple[str, str, str]]]:
+    """(mesh, operation, what `auto` took and what kept the kernel out) of programs that are traced meanwhile."""
     names = {tuple(mesh.axis_sizes.values()): name for name, mesh in MESHES.items()}
-    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    found: set[tuple[str, str, str]] = set()
     choose = hopper.choose
 
     def told(operation: str, implementation: str, available: Mapping[str, Any], why: str | None = None) -> Any:
@@ -164,7 +163,7 @@ def resolved() -> Iterator[Mapping[str, Mapping[str, set[str]]]]:
         if implementation == "auto":
             took = next(name for name, each in available.items() if each is run)
             mesh = names[tuple(jax.sharding.get_abstract_mesh().shape.values())]
-            found[mesh][operation].add(took if why is None else f"{took}, as {why}")
+            found.add((mesh, operation, took if why is None else f"{took}, as {why}"))
         return run
 
     with mock.patch.object(hopper, "choose", told):
@@ -274,7 +273,8 @@ def engine_result(sizes: EngineSizes, meshes: Iterable[str] = MESHES) -> dict[st
         found = distances(*definition.judge(answers))
         count = {each: sum(getattr(answer, each) for answer in answers) for each in COUNTS}
         same = sum(mine.output_ids == exact for mine, exact in zip(answers, definition.answers, strict=True))
-        kernels = {operation: sorted(took) for operation, took in chosen.get(name, {}).items()}
+        taken = sorted((operation, took) for mesh, operation, took in chosen if mesh == name)
+        kernels = {operation: [took for own, took in taken if own == operation] for operation, _ in taken}
         results[name] = {**found, **count, "answers_same": same, "steps": engine.num_steps, "kernels": kernels}
         results[name]["seconds"] = _seconds(f"{name}: {found}", began)
         wrong = uncovered(count) + too_far(found, results[REFERENCE])

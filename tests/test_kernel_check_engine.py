@@ -138,7 +138,7 @@ def test_the_implementation_is_told_by_mesh(name: str) -> None:
     spec = PartitionSpec(mesh.axis_names)
     with check.resolved() as found:
         jax.jit(jax.shard_map(chosen, mesh=mesh, in_specs=spec, out_specs=spec)).lower(jnp.zeros(2))
-    assert found == {name: {"index_topk": {"reference, as it is Monday"}, "sparse_attention": {hopper.KERNEL}}}
+    assert found == {(name, "index_topk", "reference, as it is Monday"), (name, "sparse_attention", hopper.KERNEL)}
 
 
 # ---- in small ----

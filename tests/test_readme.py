@@ -152,13 +152,15 @@ def test_the_slice_table_quotes_the_committed_results() -> None:
 
 
 def test_plans_are_near_what_the_compiler_places() -> None:
-    """The README's figures, and within 15% of `memory_analysis` in every committed row."""
+    """The README's figures, and within 15% of `memory_analysis` in the newest row of every label and size."""
     path = ROOT / "scripts" / "results" / "slice-nvidia-h200.json"
-    found: dict[str, list[float]] = {}
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        found.setdefault(row["label"], []).append(row["plan"]["over_memory_analysis"])
-    assert all(abs(ratio - 1) <= 0.15 for ratios in found.values() for ratio in ratios)
-    kernels, plain = found["mHC+index+attention+stores"], found["XLA"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    newest = {(row["phase"], row["label"], row["ep"], row["rows"]): row["plan"]["over_memory_analysis"] for row in rows}
+    assert all(abs(ratio - 1) <= 0.15 for ratio in newest.values())
+    kernels, plain = (
+        [ratio for (_, label, *_), ratio in newest.items() if label == own]
+        for own in ("mHC+index+attention+stores", "XLA")
+    )
     told = f"{min(kernels):.2f} to {max(kernels):.2f} of the compiler's analysis with all kernels"
     assert f"{told}, and {min(plain):.2f} to {max(plain):.2f} with plain XLA" in " ".join(README.split())
 
@@ -174,7 +176,7 @@ def test_the_kernel_check_that_the_readme_tells_of_passed() -> None:
     told = " ".join(README.split())
     for words in (
         f"logits are {plain:.3f} from it in the median with plain XLA in bfloat16, {together:.3f} with all four",
-        f"all {check['engine']['tokens']} greedy tokens are the same",
+        f"the log-probabilities of their {check['engine']['tokens']} greedy tokens",
         f"off by {least:.3f} to {most:.3f} in the median, with plain XLA by {bare:.3f}",
     ):
         assert words in told, words
@@ -186,17 +188,18 @@ def test_the_kernel_table_quotes_the_committed_results() -> None:
     lines = re.findall(r"^\|(.+\d) \|$", match[1].replace(",", ""), re.MULTILINE)
     quoted = [[cell.strip() for cell in line.split("|")[1:]] for line in lines]
     want = []
-    for name, workload in (
-        ("sparse-attention", "decode, 256 rows"),
-        ("sparse-attention", "prefill, 8,192 rows"),
-        ("index-topk", "decode, 64 rows x 65,536"),
-        ("hyper-connections", "site, 256 rows"),
-        ("compress-store", "source of ratio 2, 256 rows"),
+    for name, workload, most in (  # microseconds: the first targets
+        ("sparse-attention", "decode, 256 rows", 120),
+        ("sparse-attention", "prefill, 8,192 rows", 2749),  # 687 GFLOP at 250 TFLOP/s
+        ("index-topk", "decode, 64 rows x 65,536", 250),
+        ("hyper-connections", "site, 256 rows", 35),
+        ("compress-store", "source of ratio 2, 256 rows", 20),
     ):
         path = ROOT / "scripts" / "results" / f"kernel-{name}-nvidia-h200.json"
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         row = next(row for row in rows if row["workload"] == workload)
         kernel = row["us"] if "us" in row else row["mosaic_gpu_sm90"]["us"]
+        assert kernel <= most, workload
         peers = [peer["us"] for peer in row.get("peers", []) if "us" in peer]
         best = f"{min(peers):.1f}" if peers else ""
         want.append([f"{kernel:.1f}", f"{row['reference']['us']:.1f}", best, f"{row['floor_us']:.1f}"])

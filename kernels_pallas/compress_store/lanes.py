@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from kernels_pallas.index_topk import lanes
 from kernels_pallas.index_topk.lanes import Global, Scalar
-from kernels_pallas.mosaic import nameable
+from kernels_pallas.mosaic import stably_named
 
 WARPGROUP = 128
 
@@ -106,7 +106,7 @@ def run(
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))(emit)(*references)
 
     kernel = plgpu.kernel(
-        nameable(kernel_body),
+        stably_named(kernel_body),
         out_type=tuple(out_type),
         grid=(blocks,),
         grid_names=("block",),

@@ -27,7 +27,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.hyper_connections.config import Tuning
-from kernels_pallas.mosaic import nameable
+from kernels_pallas.mosaic import stably_named
 
 HC = 4
 MIXES = (2 + HC) * HC
@@ -210,7 +210,7 @@ def _expand(
 
     body = partial(_expand_body, tuning=tuning, dim=dim, overlap=overlap)
     run = plgpu.kernel(
-        body if interpret else nameable(body),
+        body if interpret else stably_named(body),
         out_type=(
             jax.ShapeDtypeStruct(streams.shape, jnp.bfloat16),
             jax.ShapeDtypeStruct(y.shape, jnp.bfloat16),
@@ -341,7 +341,7 @@ def _finish(
         overlap=overlap,
     )
     run = plgpu.kernel(
-        body if interpret else nameable(body),
+        body if interpret else stably_named(body),
         out_type=(
             jax.ShapeDtypeStruct(collapsed.shape, jnp.bfloat16),
             jax.ShapeDtypeStruct((total, HC), jnp.float32),

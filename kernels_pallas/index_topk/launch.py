@@ -9,7 +9,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.index_topk import lanes
-from kernels_pallas.mosaic import nameable
+from kernels_pallas.mosaic import stably_named
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(references))(emit)(*references)
 
     kernel = plgpu.kernel(
-        nameable(kernel_body),
+        stably_named(kernel_body),
         out_type=out_type,
         scratch_types=[plgpu.SMEM((places["end"],), jnp.uint8)],
         grid=(blocks,),

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from di_jax.model.cache import CacheLayout
 from di_jax.model.rows import Rows
-from kernels_pallas.mosaic import nameable
+from kernels_pallas.mosaic import stably_named
 from kernels_pallas.sparse_attention import lanes as lane_code
 from kernels_pallas.sparse_attention.config import SparseAttentionConfig
 
@@ -461,7 +461,7 @@ def attend(
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=lane_code.TILED)
 
     kernel = plgpu.kernel(
-        body if interpret else nameable(body),
+        body if interpret else stably_named(body),
         out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=(blocks,),
         grid_names=("block",),

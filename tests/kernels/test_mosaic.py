@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from kernels_pallas.mosaic import DUMP_NAME, nameable
+from kernels_pallas.mosaic import DUMP_NAME, stably_named
 
 X = jax.ShapeDtypeStruct((128,), jnp.float32)
 
@@ -38,7 +38,7 @@ def modules(body: Callable[..., None], name: str) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize(("body", "different"), [(nameable(doubled), 1), (doubled, 4)])
+@pytest.mark.parametrize(("body", "different"), [(stably_named(doubled), 1), (doubled, 4)])
 def test_launches_of_one_kernel_are_one_to_compile(body: Callable[..., None], different: int) -> None:
     """In one program and in the next. doubled: the control; if it fails, jaxlib counts no longer."""
     kernels = [*modules(body, "doubled"), *modules(body, "doubled")]
@@ -47,6 +47,12 @@ def test_launches_of_one_kernel_are_one_to_compile(body: Callable[..., None], di
 
 
 def test_another_kernel_is_another() -> None:
-    tripled = nameable(lambda x, out: out.__setitem__(..., 3 * x[...]))
-    kernels = {*modules(nameable(doubled), "one"), *modules(nameable(doubled), "other"), *modules(tripled, "one")}
+    def tripled(x: Any, out: Any) -> None:
+        out[...] = 3 * x[...]
+
+    kernels = {
+        *modules(stably_named(doubled), "one"),
+        *modules(stably_named(doubled), "other"),
+        *modules(tripled, "one"),
+    }
     assert len(kernels) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec
 from di_jax.parallel.collectives import subprograms
 from di_jax.parallel.exchange import exchange
 from di_jax.parallel.mesh import DeviceMesh
+from kernels_pallas import tiling
 from kernels_pallas.expert_ffn import reference
 from kernels_pallas.tiling import zeros_after
 
@@ -33,7 +35,7 @@ def constant_buffers(jaxpr: Any) -> Iterator[Any]:
     derived = {*jaxpr.invars, *jaxpr.constvars}
     for equation in jaxpr.eqns:
         given = [not isinstance(atom, Literal) and atom in derived for atom in equation.invars]
-        if equation.primitive.name == "while":
+        if equation.primitive.name in ("while", "scan"):
             yield from (a.aval for a, known in zip(equation.invars, given) if a.aval.ndim >= 2 and not known)
         if any(given):
             derived.update(equation.outvars)
@@ -57,11 +59,16 @@ def experts(x: jax.Array, expert: jax.Array) -> jax.Array:
     return reference.expert_ffn(x, expert, weight, (up, None), (up, None), (down, None), 0, limit=10.0, quantize=False)
 
 
+def mapped(rows: jax.Array, _: jax.Array) -> jax.Array:
+    with mock.patch.object(tiling, "TEMPORARY_BYTES", 2):
+        return tiling.map_tiles(lambda row: 2 * row, rows, 1)
+
+
 def constant(rows: jax.Array, number: jax.Array) -> jax.Array:
     return lax.fori_loop(0, number[0, 0], lambda i, out: out + rows, jnp.zeros(rows.shape, rows.dtype))
 
 
-@pytest.mark.parametrize(("loop", "found"), [(answers, 0), (experts, 0), (constant, 1)])
+@pytest.mark.parametrize(("loop", "found"), [(answers, 0), (experts, 0), (mapped, 0), (constant, 1)])
 def test_loops_of_a_layer_get_none_that_a_step_could_make_before(loop: Any, found: int) -> None:
     """constant: the control."""
     rows, number = jnp.ones((16, 64), jnp.bfloat16), jnp.zeros((16, 2) if loop is not answers else 16, jnp.int32)
