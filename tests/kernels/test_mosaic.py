@@ -53,6 +53,6 @@ def test_another_kernel_is_another() -> None:
     kernels = {
         *modules(stably_named(doubled), "one"),
         *modules(stably_named(doubled), "other"),
-        *modules(tripled, "one"),
+        *modules(stably_named(tripled), "one"),
     }
     assert len(kernels) == 3
