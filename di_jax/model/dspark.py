@@ -202,17 +202,18 @@ class DraftModel(nnx.Module):
         image = jnp.zeros_like(live)  # a draft is text: the plain router bias
         w = self.stages
 
-        def stage(carry: tuple[Array, Array], x: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
-            (streams, pre), (number, keys) = carry, x
-            y, pre, post, comb = w.hc_attn(number, streams, pre)
-            y = self._attention(number, w.attn_norm(y, number), keys, visible, cos_sin)
-            streams = w.hc_attn.expand(y, streams, post, comb)
-            y, pre, post, comb = w.hc_ffn(number, streams, pre)
-            y, *_ = w.ffn(number, w.ffn_norm(y, number), image, live)
-            return (w.hc_ffn.expand(y, streams, post, comb), pre), None
+        def stage(carry: tuple[Array, Array, Any], x: tuple[Array, Array]) -> tuple[tuple[Array, Array, Any], None]:
+            (streams, pre, pending), (number, keys) = carry, x
+            streams, y, pre, post, comb = w.hc_attn.fused(number, pending, streams, pre, w.attn_norm)
+            y = self._attention(number, y, keys, visible, cos_sin)
+            streams, y, pre, post, comb = w.hc_ffn.fused(number, (y, post, comb), streams, pre, w.ffn_norm)
+            y, *_ = w.ffn(number, y, image, live)
+            return (streams, pre, (y, post, comb)), None
 
         numbers = jnp.arange(c.num_nextn_predict_layers, dtype=jnp.int32)
-        (streams, pre), _ = lax.scan(stage, (streams, pre), (numbers, context.keys))
+        begun = (streams, pre, hyper_connections.nothing_written(streams))
+        (streams, pre, (y, post, comb)), _ = lax.scan(stage, begun, (numbers, context.keys))
+        streams = w.hc_ffn.expand(y, streams, post, comb)
         implementation = self.kernels.of("hyper_connections")
         hidden = hyper_connections.collapse(streams, pre, implementation=implementation)
         return hidden.reshape(requests, block, -1)

@@ -35,12 +35,15 @@ from kernels_pallas.hyper_connections import api as hyper_connections
 class Carry:
     """What one layer hands to the next."""
 
-    streams: Array  # [T, hc, D] residual streams
+    streams: Array  # [T, hc, D] residual streams, without `pending`
     pre: Array  # fp32 [T, hc] how the next attention collapses them
     state: EngineState
     selected: Array | None  # int32 [T, index_topk] entries chosen by the last index source
     candidates: Array | None  # int32 [T, candidate_topk_blocks] of the candidate source
     load: Array | None = None  # int32 [L, expert slots] rows of this rank that each slot got
+    # y [T, D], post and comb of the layer's experts, which the next site writes into the streams as it reads them; None
+    # where that is done.
+    pending: tuple[Array, Array, Array] | None = None
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -48,7 +51,7 @@ class Carry:
 class LayerTrace:
     """What one layer computed, for `score.trace` and the golden tests. Runs of layers add a leading axis."""
 
-    streams: Array  # [T, hc, D] leaving the layer
+    streams: Array | None  # [T, hc, D] leaving the layer; None where nobody asked
     experts: Array  # int32 [T, k]
     selected: Array | None  # int32 [T, index_topk], index sources only
 
@@ -144,11 +147,11 @@ class Transformer(nnx.Module):
                 rows = rows.masked
             if len(run) == 1:
                 plan = run[0]
-                means.update((layer, self.tap(carry.streams)) for layer in wanted)
+                means.update((layer, self.tap(self.settle(carry).streams)) for layer in wanted)
                 after = (kept, self._angles(kept)) if boundary and kept is not None else None
                 carry, record = self.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory, after)
                 rows, cos_sin = after or (rows, cos_sin)
-                records = jax.tree.map(lambda a: a[None], record) if trace else None
+                records = jax.tree.map(lambda a: a[None], self._traced(record, carry)) if trace else None
             else:
                 carry, records, entering = self._scan(run, carry, rows, cos_sin, layout, trace, bool(wanted))
                 if entering is not None:
@@ -156,7 +159,7 @@ class Transformer(nnx.Module):
             if records is not None:
                 traces.append(records)
         hidden = hyper_connections.collapse(
-            carry.streams, carry.pre, implementation=self.kernels.of("hyper_connections")
+            self.settle(carry).streams, carry.pre, implementation=self.kernels.of("hyper_connections")
         )
         hidden, tap = self.norm(hidden), None
         if taps:
@@ -190,6 +193,17 @@ class Transformer(nnx.Module):
         load = jnp.zeros((self.config.num_hidden_layers, slots), jnp.int32) if self.parallel.balanced else None
         return Carry(streams, pre, state, selected=None, candidates=None, load=load), memory
 
+    def settle(self, carry: Carry) -> Carry:
+        """The same with the last layer's output in the streams."""
+        if carry.pending is None:
+            return carry
+        y, post, comb = carry.pending
+        return dataclasses.replace(carry, streams=self.layers.hc_ffn.expand(y, carry.streams, post, comb), pending=None)
+
+    def _traced(self, record: LayerTrace, carry: Carry) -> LayerTrace:
+        """The record of the layer that left `carry`, with its streams."""
+        return dataclasses.replace(record, streams=self.settle(carry).streams)
+
     def tap(self, streams: Array) -> Array:
         """Mean over the streams [T, hc, D] -> [T, D]: an fp32 sum, rounded once."""
         mean = jnp.sum(streams.astype(jnp.float32), axis=1) * (1 / self.config.hc_mult)
@@ -208,10 +222,12 @@ class Transformer(nnx.Module):
         """A run of layers of one kind: the program holds their body once. With `taps`, also those of its layers."""
 
         def body(carry: Carry, layer: Array) -> tuple[Carry, tuple[LayerTrace | None, Array | None]]:
-            entering = self.tap(carry.streams) if taps else None
+            entering = self.tap(self.settle(carry).streams) if taps else None
             carry, record = self.layer(run[0], layer, carry, rows, cos_sin, layout, [])
-            return carry, (record if trace else None, entering)
+            return carry, (self._traced(record, carry) if trace else None, entering)
 
+        if carry.pending is None:  # a loop's carry has one structure
+            carry = dataclasses.replace(carry, pending=hyper_connections.nothing_written(carry.streams))
         numbers = jnp.arange(run[0].layer, run[-1].layer + 1, dtype=jnp.int32)
         carry, (records, entering) = lax.scan(body, carry, numbers)
         return carry, records, entering
@@ -232,11 +248,13 @@ class Transformer(nnx.Module):
         kept: rows and their cos_sin that the layer goes on with, once the entries of all `rows` are stored.
         """
         w = self.layers
-        streams, state, selected, candidates = carry.streams, carry.state, carry.selected, carry.candidates
+        state, selected, candidates = carry.state, carry.selected, carry.candidates
         if plan.engram >= 0:
             assert self.engrams is not None
-            streams = self.engrams(plan.engram, streams, memory[plan.engram], rows.image)
-        streams, x, pre, post, comb = w.hc_attn.fused(layer, None, streams, carry.pre, w.attn_norm)
+            carry = self.settle(carry)
+            streams = self.engrams(plan.engram, carry.streams, memory[plan.engram], rows.image)
+            carry = dataclasses.replace(carry, streams=streams)
+        streams, x, pre, post, comb = w.hc_attn.fused(layer, carry.pending, carry.streams, carry.pre, w.attn_norm)
         if plan.owns_kv:
             assert self.compressors is not None
             state = self.compressors(plan.kv_source, self.gates, x, rows, state, layout)
@@ -253,12 +271,11 @@ class Transformer(nnx.Module):
         lots = self.parallel.draws_lots
         lot = row_hash(rows.seed[rows.sequence], rows.position.astype(jnp.uint32)) if lots else None
         y, experts, slots = w.ffn(layer, x, rows.image, rows.valid, lot)
-        streams = w.hc_ffn.expand(y, streams, post, comb)
         load = carry.load
         if load is not None:
             load = load.at[layer].set(jnp.zeros(load.shape[1], jnp.int32).at[slots.reshape(-1)].add(1, mode="drop"))
-        record = LayerTrace(streams, experts, selected if plan.owns_index else None)
-        return Carry(streams, next_pre, state, selected, candidates, load), record
+        record = LayerTrace(None, experts, selected if plan.owns_index else None)
+        return Carry(streams, next_pre, state, selected, candidates, load, (y, post, comb)), record
 
     def select(
         self,

@@ -82,6 +82,7 @@ def forward(model: Transformer, tokens: Array, sample: Array | None) -> Forward:
             taps.append(model.tap(carry.streams))
         before = carry
         carry, record = model.layer(plan, plan.layer, carry, rows, cos_sin, layout, memory)
+        carry = model.settle(carry)
         loads.append(jnp.sum(jax.nn.one_hot(record.experts, c.n_routed_experts, dtype=jnp.float32), axis=(0, 1)))
         if sample is not None and plan.ratio:
             new_scores, new_mass = _index_terms(model, plan, before, carry, rows, memory, layout, sample)

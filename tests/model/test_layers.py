@@ -127,6 +127,7 @@ def layer_tensors(
         table_rows = model.ngram_hash(look)
         memory = [t(table_rows[g], rows.valid) for g, t in enumerate(model.engram_tables)]
     after, record = model.layer(plan, layer, carry, rows, cos_sin, layout, memory)
+    after = model.settle(after)
     out: dict[str, Any] = {"streams_out": after.streams, "hc_ffn_pre": after.pre, "state": after.state}
     streams = carry.streams
     if plan.engram >= 0:

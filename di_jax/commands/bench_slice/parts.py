@@ -30,6 +30,7 @@ from di_jax.model.rows import Rows
 from di_jax.model.transformer import Transformer
 from di_jax.parallel.replica_choice import row_hash
 from kernels_pallas.compress_store import api as compress_store
+from kernels_pallas.hyper_connections import api as hyper_connections
 from kernels_pallas.sparse_attention import api as sparse_attention
 
 Angles = dict[bool, tuple[Array, Array]]
@@ -156,15 +157,16 @@ def _hyper_connections(step: Step, state: EngineState, layout: CacheLayout) -> A
     w = model.layers
     for span in step.spans:
 
-        def layer(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            streams, pre = carry
-            streams, x, pre, post, comb = w.hc_attn.fused(number, None, streams, pre, w.attn_norm)
+        def layer(number: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+            streams, pre, pending = carry
+            streams, x, pre, post, comb = w.hc_attn.fused(number, pending, streams, pre, w.attn_norm)
             streams, x, pre, post, comb = w.hc_ffn.fused(number, (x, post, comb), streams, pre, w.ffn_norm)
-            return w.hc_ffn.expand(x, streams, post, comb), pre
+            return streams, pre, (x, post, comb)
 
         rows = span.rows.num_rows
         streams = step.random(rows, c.hc_mult, c.hidden_size)
-        results.append(_each_layer(span, layer, (streams, jnp.ones((rows, c.hc_mult), jnp.float32))))
+        pending = hyper_connections.nothing_written(streams)
+        results.append(_each_layer(span, layer, (streams, jnp.ones((rows, c.hc_mult), jnp.float32), pending)))
     return results
 
 
