@@ -4,7 +4,7 @@ python -m scripts.fit_sts --checkpoint demo --data build/train_demo --out script
 python -m scripts.fit_sts --checkpoint FOLDER --input texts.jsonl --out sts.json
 
 Target and draft run teacher-forced over rows of --length tokens: a held-out mix of the demo's training data, or the
-texts of a file of `prompt` or `prompt_token_ids` records. The temperatures are fitted on every other row and judged on
+texts of a file of requests. The temperatures are fitted on every other row and judged on
 the rest; they go into `speculative.confidence_temperatures`. A position keeps 1 where no temperature clearly lowers the
 error on rows that it was not fitted on. A reliability diagram is drawn beside the JSON.
 """
@@ -35,12 +35,15 @@ from di_jax.checkpoint.loader import load_leaves
 from di_jax.checkpoint.reader import open_checkpoint
 from di_jax.commands.records import read_records
 from di_jax.engine.confidence import calibration_error, fit_temperatures, reliability, roc_auc, survival
+from di_jax.errors import UserError
 from di_jax.model.config import ModelConfig
 from di_jax.model.dspark import DraftModel, assemble_draft
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.transformer import Transformer, assemble
+from di_jax.prompts import PromptEncoder
 from di_jax.tokenizer import Tokenizer
+from scripts import command_line
 from scripts.train_demo.dataset import Batches, Data
 from scripts.train_demo.forward import training_layout, training_rows
 from scripts.train_demo.tasks import IGNORE, PROMPT, TEXT
@@ -145,12 +148,14 @@ def demo_rows(folder: Path, length: int, count: int) -> Rows:
     return Rows(*(np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "classes")))
 
 
-def text_rows(path: Path, tokenizer: Tokenizer, length: int, count: int) -> Rows:
-    """The texts of a .jsonl file one after the other, cut into rows. Raises ValueError when they are too short."""
+def text_rows(path: Path, encoder: PromptEncoder, length: int, count: int) -> Rows:
+    """The prompts of a .jsonl file of requests one after the other, cut into rows. Raises ValueError when they are too
+    short, UserError for a line that is no request."""
     ids: list[int] = []
     for record in read_records(path):
-        prompt = record.prompt
-        ids += prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else tokenizer.encode(prompt["prompt"])
+        if record.error is not None:
+            raise UserError(f"{path}: {record.error}")
+        ids += encoder.encode(record.prompt)[1]
     count = min(count, len(ids) // (length + 1)) // BATCH * BATCH
     if not count:
         raise ValueError(f"{path}: {len(ids)} tokens; {BATCH} rows of {length + 1} are needed")
@@ -221,11 +226,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--note", default="", help="kept with the results")
     parser.add_argument("--out", type=Path, required=True, help="JSON; the diagram goes beside it")
     args = parser.parse_args(arguments)
-    tokenizer, target, draft = load_models(resolve_checkpoint(args.checkpoint))
+    if args.length < 128 or args.length % 128:
+        parser.error(f"--length {args.length}: not a multiple of 128")
+    if args.rows < BATCH:
+        parser.error(f"--rows {args.rows}: at least {BATCH} are needed")
+    folder = resolve_checkpoint(args.checkpoint)
+    tokenizer, target, draft = load_models(folder)
     if args.data:
         rows = demo_rows(args.data, args.length, args.rows)
     else:
-        rows = text_rows(args.input, tokenizer, args.length, args.rows)
+        rows = text_rows(args.input, PromptEncoder(folder, tokenizer), args.length, args.rows)
     found = collect(target, draft, rows, tokenizer.eos_id)
     temperatures, measures, judged = calibrate(found)
     text, answers = found.select(found.kind == TEXT), found.select(found.kind != TEXT)
@@ -255,4 +265,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

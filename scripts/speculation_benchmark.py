@@ -47,6 +47,7 @@ from di_jax.engine.step_policy import DECODE, PREFILL
 from di_jax.platforms.devices import configure_jax
 from di_jax.prompts import PromptEncoder
 from di_jax.sampling_params import SamplingParams
+from scripts import command_line
 from scripts.train_demo.words import NAMES, PETS
 
 RESULTS = Path(__file__).parent / "results"
@@ -372,6 +373,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key")
     parser.add_argument("--output", type=Path, help="default: scripts/results/speculation-DEVICE.json")
     args = parser.parse_args(arguments)
+    if min(args.concurrency) < 1 or args.rounds < 1 or not 0 < args.answer[0] <= args.answer[1]:
+        parser.error("--concurrency and --rounds: at least 1; --answer: the least, then the most, from 1 on")
     concurrency, answer = sorted(args.concurrency), (args.answer[0], args.answer[1])
     configs = {mode: settings(args.checkpoint, concurrency, mode, args.set) for mode in MODES}
     # One client serves all three: with the allocator of the engines that draft.
@@ -418,4 +421,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

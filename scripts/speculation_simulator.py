@@ -42,6 +42,7 @@ from di_jax.engine.speculation import Outlook, Rounds, Speculation
 from di_jax.engine.step_output import DraftOutput, StepOutput
 from di_jax.engine.step_plan import BucketLadder
 from di_jax.engine.verification import MARGIN, RateLedger, choose_rows, fill
+from scripts import command_line
 
 FOLDER = Path(__file__).parent / "results"
 RESULTS = FOLDER / "speculation-simulator.json"
@@ -381,6 +382,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--request-steps", type=int, default=REQUEST_STEPS, help="of a simulation (%(default)s)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY))
     args = parser.parse_args(arguments)
+    for name in ("concurrency", "request_steps", "record_rows"):
+        least = min(given) if isinstance(given := getattr(args, name), list) else given
+        if least < 1:
+            parser.error(f"--{name.replace('_', '-')} {least}: at least 1")
     if args.record:
         record(args.record, args.recording, args.record_rows)
     temperatures = json.loads(args.temperatures.read_text(encoding="utf-8"))["confidence_temperatures"]
@@ -437,4 +442,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

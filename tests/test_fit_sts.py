@@ -15,8 +15,10 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # scripts are run from a checkout, not installed
 
+from di_jax.errors import UserError
 from di_jax.model.dspark import DraftModel
 from di_jax.model.transformer import Transformer
+from di_jax.prompts import PromptEncoder
 from di_jax.tokenizer import Tokenizer
 from scripts import fit_sts
 from scripts.fit_sts import Blocks, Rows, calibrate, collect, load_models, text_rows
@@ -131,15 +133,33 @@ def test_on_the_bundled_checkpoint_no_error_rises_and_the_ranking_stays() -> Non
     assert min(ranks[0]) > 0.7
 
 
-def test_texts_are_cut_into_rows(models: tuple, tmp_path: Path) -> None:
-    tokenizer = models[0]
+def test_texts_are_cut_into_rows(models: tuple, golden: Path, tmp_path: Path) -> None:
+    encoder = PromptEncoder(golden / "tiny-v41-fp8", models[0])
     file = tmp_path / "texts.jsonl"
     ids = np.random.default_rng(3).integers(5, 60, 129 * 9).tolist()
     file.write_text(json.dumps({"prompt_token_ids": ids[:700]}) + "\n" + json.dumps({"prompt_token_ids": ids[700:]}))
-    rows = text_rows(file, tokenizer, 128, 100)
+    rows = text_rows(file, encoder, 128, 100)
     assert rows.tokens.reshape(-1).tolist() == ids[: 129 * 8] and (rows.classes == TEXT).all()
     with pytest.raises(ValueError, match=r"1161 tokens; 4 rows of 513 are needed"):
-        text_rows(file, tokenizer, 512, 100)
+        text_rows(file, encoder, 512, 100)
+    for line, why in (("# plain text", "line 2: not readable as JSON"), ('{"prompt": 5}', "prompt: expected text")):
+        file.write_text(json.dumps({"prompt_token_ids": ids}) + "\n" + line)
+        with pytest.raises(UserError, match=why):
+            text_rows(file, encoder, 128, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--length", "0"], "--length 0: not a multiple of 128"),
+        (["--length", "200"], "--length 200: not a multiple of 128"),
+        (["--rows", "3"], "--rows 3: at least 4 are needed"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_at_once(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fit_sts.main(["--input", "texts.jsonl", "--out", "sts.json", *words])
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.slow

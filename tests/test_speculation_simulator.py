@@ -66,6 +66,13 @@ def test_step_times_reproduce_the_published_chart() -> None:
         assert simulator.request_speed(requests, 4, 3.25) == pytest.approx(speed, abs=1.5)
 
 
+@pytest.mark.parametrize("word", ["--concurrency", "--request-steps", "--record-rows"])
+def test_less_than_one_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulator.main([word, "0"])
+    assert f"{word} 0: at least 1" in capsys.readouterr().err
+
+
 def test_published_gains_imply_verified_lengths_in_the_published_range() -> None:
     low, high = simulator.PUBLISHED_VERIFIED
     assert all(low < simulator.implied_verified(r, simulator.PUBLISHED_GAIN[r]) < high for r in (60, 96))

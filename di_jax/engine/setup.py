@@ -147,7 +147,7 @@ def draft_settings(config: Config, model_config: ModelConfig) -> DraftSettings |
     if group.num_draft_tokens > model_config.dspark_block_size:
         raise ConfigError(
             f"speculative.num_draft_tokens: {group.num_draft_tokens} is more than the {model_config.dspark_block_size} "
-            f"drafts (dspark_block_size) of {config.model.path}"
+            f"drafts (dspark_block_size) of {config.model.path}; give at most as many"
         )
     experts, ep = model_config.dspark_n_routed_experts, config.mesh.ep
     if experts % ep:

@@ -32,7 +32,8 @@ from tqdm import tqdm
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from scripts.train_demo.average import average, cool
+from scripts import command_line
+from scripts.train_demo.average import LOOKING_SHARES, average, cool
 from scripts.train_demo.curriculum import Clock
 from scripts.train_demo.dataset import text_rows
 from scripts.train_demo.export import export
@@ -48,7 +49,10 @@ def masters(state: Path, config: ModelConfig, tables: EngramTables) -> tuple[dic
     """(fp32 weights, clock) at the end of the last stretch of a training. Raises FileNotFoundError."""
     _, shapes = builder(config, Numerics.training("float32"), tables)
     template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
-    found = State(state).restore({"weights": template}) if state.is_dir() else None
+    try:
+        found = State(state).restore({"weights": template}) if state.is_dir() else None
+    except ValueError as error:
+        raise ValueError(f"{state}: not of the model that --data describes ({str(error).splitlines()[0]})") from error
     if found is None:
         raise FileNotFoundError(f"{state}: no state of a training; masters are on the machine that trained, only")
     return {path: np.asarray(value) for path, value in found[0]["weights"].items()}, found[1]
@@ -109,6 +113,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of each text")
     parser.add_argument("--row-length", type=int, default=ROW, help="tokens of a row, a multiple of 128")
     args = parser.parse_args(arguments)
+    if args.text_tokens < 1:
+        parser.error(f"--text-tokens {args.text_tokens}: at least 1")
+    if args.row_length < 128 or args.row_length % 128:
+        parser.error(f"--row-length {args.row_length}: not a multiple of 128")
+    if args.state and len(args.state) not in (1, len(LOOKING_SHARES)):
+        parser.error(f"--state: of one training or of {len(LOOKING_SHARES)}, given {len(args.state)}")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: its folder does not exist")
     config = ModelConfig.from_file(args.data / "config.json")
     tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
     trained: dict[str, Any] = {}
@@ -139,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
         "command": "python -m scripts.train_demo.compare --data build/train_demo "
-        f"{'--weights FILES' if args.weights else ' '.join(['--state', *['FOLDER'] * len(args.state)])} --out FILE",
+        f"{'--weights FILES' if args.weights else ' '.join(['--state', *['FOLDER'] * len(args.state)])} --out FILE "
+        f"--text-tokens {args.text_tokens} --row-length {args.row_length}",
         "masters": "travelled" if args.weights else "float32",
         **trained,
         "rounding": {name: round(value, 5) for name, value in rounding(weights, exported).items()},
@@ -152,4 +165,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

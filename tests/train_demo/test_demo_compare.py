@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -13,8 +15,11 @@ from di_jax.checkpoint.demo import demo_checkpoint
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
+from scripts.train_demo import compare
 from scripts.train_demo.architecture import config_json
+from scripts.train_demo.average import average, cool
 from scripts.train_demo.compare import masters, measure, rounding
+from scripts.train_demo.curriculum import Clock
 from scripts.train_demo.export import export
 from scripts.train_demo.parameters import builder, from_checkpoint, initial
 
@@ -28,6 +33,61 @@ def test_no_state_no_masters(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="masters are on the machine that trained"):
         masters(tmp_path / "none", CONFIG, TABLES)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--state", "a", "b"], "--state: of one training or of 3, given 2"),
+        (["--state", "a", "--text-tokens", "0"], "--text-tokens 0: at least 1"),
+        (["--state", "a", "--row-length", "100"], "--row-length 100: not a multiple of 128"),
+        (["--state", "a", "--out", "no/such/file.json"], "--out no/such/file.json: its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_at_once(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--data", "nowhere", "--out", "masters.json", *words])
+    assert why in capsys.readouterr().err
+
+
+def test_by_itself_it_says_what_is_wrong_in_a_line(tmp_path: Path) -> None:
+    words = ["--data", str(tmp_path / "none"), "--state", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.train_demo.compare", *words],
+        cwd=RESULTS.parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_three_trainings_are_compared_as_their_cooled_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exported of them, and not the last alone."""
+    (tmp_path / "config.json").write_text(json.dumps(config_json(64, 64, 63, small=True)), encoding="utf-8")
+    np.save(tmp_path / "token_map.npy", np.arange(64, dtype=np.int32))
+    for text in ("english", "python"):
+        for part in ("train", "eval"):
+            np.save(tmp_path / f"{text}_{part}.npy", TEXT)
+    _, shapes = builder(CONFIG, Numerics.training("float32"), TABLES)
+    ends = [{path: np.asarray(value) for path, value in initial(CONFIG, shapes, seed).items()} for seed in range(3)]
+    clocks = [Clock(step=10 * (number + 1), trained_s=1.5) for number in range(3)]
+    seen: list[dict[str, np.ndarray]] = []
+    monkeypatch.setattr(compare, "masters", lambda state, *_: (ends[int(state.name)], clocks[int(state.name)]))
+    monkeypatch.setattr(compare, "measure", lambda *_: lambda weights, text: seen.append(weights) or 2.0)
+    monkeypatch.setattr(compare, "export", lambda *_, **__: None)
+    monkeypatch.setattr(compare, "from_checkpoint", lambda *_: ends[0])
+    states = [str(tmp_path / str(number)) for number in range(3)]
+    arguments = ["--data", str(tmp_path), "--out", str(tmp_path / "masters.json"), "--state"]
+    assert compare.main([*arguments, *states]) == 0
+    expected = cool(average(ends))
+    assert all(np.array_equal(seen[0][path], value) for path, value in expected.items())
+    assert not np.array_equal(seen[0]["norm.weight"], ends[-1]["norm.weight"])
+    result = json.loads((tmp_path / "masters.json").read_text(encoding="utf-8"))
+    assert result["trained"] == {"trainings": 3, "steps": 60, "seconds": 4.5} and set(result["seen"]) == {
+        *result["perplexity"]
+    }
+    assert compare.main([*arguments, states[2]]) == 0
+    assert all(np.array_equal(seen[8][path], value) for path, value in ends[2].items())
 
 
 def test_what_the_formats_hold_is_exported_unchanged(tmp_path: Path) -> None:
