@@ -1,5 +1,6 @@
 """Speculation through the engine, over the golden tiny model: whatever is drafted and verified, answers are those of
-plain decoding (dspark 7: T1, T2, T3, T17, T19, T20, T25). Without cache quantizers, in float32, without replay."""
+plain decoding (dspark 7: T1, T2, T17, T19, T20, T25; T3 is in test_speculative_programs.py). Without cache quantizers,
+in float32, without replay."""
 
 from __future__ import annotations
 
