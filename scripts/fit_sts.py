@@ -4,9 +4,9 @@ python -m scripts.fit_sts --checkpoint demo --data build/train_demo --out script
 python -m scripts.fit_sts --checkpoint FOLDER --input texts.jsonl --out sts.json
 
 Target and draft run teacher-forced over rows of --length tokens: a held-out mix of the demo's training data, or the
-texts of a file of requests. The temperatures are fitted on every other row and judged on
-the rest; they go into `speculative.confidence_temperatures`. A position keeps 1 where no temperature clearly lowers the
-error on rows that it was not fitted on. A reliability diagram is drawn beside the JSON.
+prompts of a file of requests. The temperatures are fitted on every other row and judged on the rest; they go into
+`speculative.confidence_temperatures`. A position keeps 1 where no temperature clearly lowers the error on rows that it
+was not fitted on. A reliability diagram is drawn beside the JSON.
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ from di_jax.model.transformer import assemble
 from di_jax.platforms.allocator import choose_allocator
 from di_jax.sampling_params import SamplingParams
 from kernels_pallas.choice import KernelChoice
+from kernels_pallas.hopper import WITH_KERNELS
 from scripts.kernel_check_engine import engine_result, released_engine, small_engine
 from scripts.kernel_check_layers import (
     compiler,
-    kernel_operations,
     layers_result,
     released_sizes,
     small_sizes,
@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "device": jax.devices()[0].device_kind,
                 "jax": jax.__version__,
                 "date": datetime.date.today().isoformat(),
-                "operations": kernel_operations(),
+                "operations": list(WITH_KERNELS),
                 **_rounded(found),
                 "passed": not any(found[name]["problems"] for name in SECTIONS if name in found),
             }

@@ -279,7 +279,7 @@ def engine_result(sizes: EngineSizes, meshes: Iterable[str] = MESHES) -> dict[st
         results[name]["seconds"] = _seconds(f"{name}: {found}", began)
         wrong = uncovered(count) + too_far(found, results[REFERENCE])
         if name in MESHES and hopper.unavailable() is None:
-            by = {operation: kernels.get(operation) for operation in layers.kernel_operations()}
+            by = {operation: kernels.get(operation) for operation in hopper.WITH_KERNELS}
             wrong += [
                 f"{operation} was computed by {took}" for operation, took in by.items() if took != [hopper.KERNEL]
             ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,8 +27,8 @@ from di_jax.parallel.mesh import DeviceMesh
 from di_jax.platforms.compiler import Compiler
 from kernels_pallas import hopper
 from kernels_pallas.benchmark import RELEASED
-from kernels_pallas.choice import OPERATIONS, KernelChoice
-from kernels_pallas.hopper import KERNEL, UnsupportedShape
+from kernels_pallas.choice import KernelChoice
+from kernels_pallas.hopper import KERNEL, WITH_KERNELS, UnsupportedShape
 from tests import golden_model as tiny
 
 REFERENCE = KernelChoice("reference")
@@ -190,12 +189,7 @@ def random_weights(params: nnx.State, config: ModelConfig, sharding: Any) -> nnx
     )
 
 
-def kernel_operations() -> list[str]:
-    """The operations that have a kernel."""
-    return [name for name in OPERATIONS if importlib.util.find_spec(f"kernels_pallas.{name}.{KERNEL}") is not None]
-
-
-def layer_choices(operations: list[str]) -> dict[str, KernelChoice]:
+def layer_choices(operations: Sequence[str]) -> dict[str, KernelChoice]:
     """The choices that are held against the reference: each kernel by name, and all together."""
     by_name = {name: KernelChoice("reference", ((name, KERNEL),)) for name in operations}
     return {**by_name, "all": KernelChoice("reference", tuple((name, KERNEL) for name in operations))}
@@ -254,7 +248,7 @@ def too_far(found: Mapping[str, Mapping[str, Any]], bar: Mapping[str, Mapping[st
 
 
 def layers_result(sizes: Sizes) -> dict[str, Any]:
-    choices, reasons = layer_choices(kernel_operations()), {}
+    choices, reasons = layer_choices(WITH_KERNELS), {}
     if (unavailable := hopper.unavailable()) is not None:
         reasons, choices = dict.fromkeys(choices, unavailable), {}
     models = layer_models(sizes, choices)

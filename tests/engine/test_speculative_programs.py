@@ -757,6 +757,16 @@ def stream_of(lab: Lab, count: int = 24) -> list[Lane]:
     return lanes
 
 
+def assert_rings_are_enough(truth: list[Lane], enough: bool) -> None:
+    """With rings of the sizes that were set, the stream says what it does with ample ones; or else not `enough`."""
+    lanes = stream_of(Lab())
+    if enough:
+        assert_same(lanes, truth)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same(lanes, truth)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rings", "enough"),
@@ -772,12 +782,7 @@ def test_the_least_rings(truth: list[Lane], ring_sizes: Any, rings: dict[str, in
     first one's window. Open groups are read before they are stored, so a step's own rows are enough; a store that came
     first would need 7. Look-backs are read first too, and two ids of before the step must outlive it."""
     ring_sizes(**rings)
-    lanes = stream_of(Lab())
-    if enough:
-        assert_same(lanes, truth)
-    else:
-        with pytest.raises(AssertionError):
-            assert_same(lanes, truth)
+    assert_rings_are_enough(truth, enough)
 
 
 @pytest.mark.slow
@@ -806,12 +811,7 @@ def test_a_step_that_reads_its_windows_first_needs_a_row_less(
 
     monkeypatch.setattr(Attention, "__call__", read_first)
     ring_sizes(window_ring=rows)
-    lanes = stream_of(Lab())
-    if enough:
-        assert_same(lanes, truth)
-    else:
-        with pytest.raises(AssertionError):
-            assert_same(lanes, truth)
+    assert_rings_are_enough(truth, enough)
 
 
 @pytest.mark.slow
