@@ -3,7 +3,7 @@
     python -m scripts.train_demo --out build/demo              # one GPU; about five calls of nine minutes
     python -m scripts.train_demo --out build/trial --small     # everything in small, on a CPU in a few minutes
 
-The stages, in order: data, three trainings of the model (`end-1` to `end-3`), what quantization costs, their average,
+The stages, in order: data, three trainings of the model (`end-1` to `end-3`), their average, what quantization costs,
 the draft, the checkpoint, its evaluation, the draft's calibration, curves. A stage that is done is left alone. A call
 ends before `--minutes` are over, with status 0, and says on its last line what is `next`; trainings and the evaluation
 are cut where the time ends and go on in the next call, from an Orbax checkpoint with the optimizer.
@@ -57,6 +57,7 @@ SMALL_OPTIONS = {
     "end-1": f"{ROWS} --stages sparse --total-minutes 0.03 {BOTH_FORMS}",
     "end-2": f"{ROWS} --stages dense:0.01 sparse --total-minutes 0.08 {BOTH_FORMS}",
     "end-3": f"{ROWS} --stages sparse --total-minutes 0.03 {BOTH_FORMS}",
+    "average": "--text-tokens 500 --row-length 128",
     "compare": "--text-tokens 1500 --row-length 256",
     "draft": "--stride 4 --batch 2 --row-length 128 --soft --length 2 --drawn 0.2 --peak 2e-3 --total-minutes 0.03 "
     "--held-out-rows 2 --held-out-every 20 --steps 8",
@@ -120,14 +121,18 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
     def preparing(_: float) -> list[Any]:
         return ["--folder", source[1], *(["--packages", packages] if packages else [])]
 
-    masters = ["--state", *(end / "state" for end in ends), "--out", out / "masters.json"]
+    def comparing(_: float) -> list[Any]:
+        cooled = json.loads((averaged / average.CHOSEN).read_text(encoding="utf-8"))["temperature"]
+        states = [end / "state" for end in ends]
+        return [*source, "--state", *states, "--temperature", cooled, "--out", out / "masters.json"]
+
     logs, log = [end / "log.jsonl" for end in ends], out / "training-log.jsonl"
     drawn = [draft / "draft_log.jsonl", "--out", out / "draft-log.jsonl"]
     plan = [
         Stage("data", prepare.main, preparing),
         *(training(number) for number in range(len(ends))),
-        Stage("compare", compare.main, lambda _: [*source, *masters]),
         Stage("average", average.main, lambda _: [*source, "--ends", *ends, "--out", averaged]),
+        Stage("compare", compare.main, comparing),
         Stage("draft", train_draft.main, drafting, 2.0, lambda: trained(draft, "draft")),
         Stage("export", export.main, exporting),
         Stage("evaluate", evaluate.main, evaluating, 2.0, evaluation.is_file),
@@ -154,6 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     if not 1 <= args.minutes < math.inf:
         parser.error(f"--minutes {args.minutes:g}: a number from 1 on, which compiling and saving alone take")
+    if args.packages and (args.small or args.data):
+        parser.error(f"--packages: not read with --{'small' if args.small else 'data'}, whose texts are at hand")
     out = args.out.absolute()
     if out.exists() and not out.is_dir():
         parser.error(f"--out {out}: a file; name a folder")

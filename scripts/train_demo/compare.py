@@ -18,7 +18,7 @@ import math
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from tqdm import tqdm
 
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from scripts import command_line
-from scripts.train_demo.average import LOOKING_SHARES, average, cool
+from scripts.train_demo.average import LOOKING_SHARES, TEMPERATURE, average, cool
 from scripts.train_demo.curriculum import Clock
-from scripts.train_demo.dataset import text_rows
 from scripts.train_demo.export import export
-from scripts.train_demo.forward import cross_entropy, forward
 from scripts.train_demo.parameters import builder, from_checkpoint, load_parts
+from scripts.train_demo.perplexity import ROW, measure
 from scripts.train_demo.state import State
 
 Weights = Mapping[str, np.ndarray]
-ROW, CONTEXT, BATCH = 1024, 256, 8  # rows of so many tokens, of which the first are context only
 
 
 def masters(state: Path, config: ModelConfig, tables: EngramTables) -> tuple[dict[str, np.ndarray], Clock]:
@@ -56,37 +52,6 @@ def masters(state: Path, config: ModelConfig, tables: EngramTables) -> tuple[dic
     if found is None:
         raise FileNotFoundError(f"{state}: no state of a training; masters are on the machine that trained, only")
     return {path: np.asarray(value) for path, value in found[0]["weights"].items()}, found[1]
-
-
-def measure(
-    config: ModelConfig, tables: EngramTables, length: int = ROW, context: int = CONTEXT, batch: int = BATCH
-) -> Callable[[Weights, np.ndarray], float]:
-    """A function of fp32 weights and a text [N]: exp(mean negative log-likelihood), no weight rounded.
-
-    The text is cut into rows of `length` tokens, of which the first `context` are not counted again.
-    """
-    build, _ = builder(config, Numerics.training("float32"), tables)
-
-    @jax.jit
-    def run(weights: Mapping[str, Array], tokens: Array, counted: Array) -> Array:
-        """fp32 [2, 3]: loss, hits and tokens of those that are not counted, and of those that are."""
-        model = build(weights, exact=True)  # the cache quantizers belong to the function and stay
-        out = forward(model, tokens[:, :-1], None)
-        _, sums = cross_entropy(model, out.hidden, tokens[:, 1:].reshape(-1), counted.reshape(-1), jnp.ones(2))
-        return sums
-
-    def perplexity(weights: Weights, text: np.ndarray) -> float:
-        rows = text_rows(text, length, context)
-        missing = -len(rows["tokens"]) % batch
-        tokens, counted = (np.pad(rows[name], ((0, missing), (0, 0))) for name in ("tokens", "weights"))
-        on_device = {path: jnp.asarray(value) for path, value in weights.items()}
-        total = np.zeros(3)
-        for first in tqdm(range(0, len(tokens), batch), desc="perplexity", disable=None, file=sys.stderr):
-            some = slice(first, first + batch)
-            total += np.asarray(run(on_device, tokens[some], counted[some].astype(np.uint8))[1], np.float64)
-        return math.exp(total[0] / total[2])
-
-    return perplexity
 
 
 def rounding(weights: Weights, exported: Weights) -> dict[str, float]:
@@ -110,11 +75,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     source.add_argument("--weights", type=Path, nargs="+", help="weight files that a stretch left")
     parser.add_argument("--out", type=Path, required=True, help="JSON")
+    parser.add_argument(
+        "--temperature", type=float, default=TEMPERATURE, help="by which an average's logits are divided (%(default)s)"
+    )
     parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of each text")
     parser.add_argument("--row-length", type=int, default=ROW, help="tokens of a row, a multiple of 128")
     args = parser.parse_args(arguments)
     if args.text_tokens < 1:
         parser.error(f"--text-tokens {args.text_tokens}: at least 1")
+    if not 0 < args.temperature < math.inf:
+        parser.error(f"--temperature {args.temperature:g}: a positive number")
     if args.row_length < 128 or args.row_length % 128:
         parser.error(f"--row-length {args.row_length}: not a multiple of 128")
     if args.state and len(args.state) not in (1, len(LOOKING_SHARES)):
@@ -128,9 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
         weights = load_parts(args.weights)
     else:
         ends, clocks = zip(*(masters(state, config, tables) for state in args.state))
-        weights = cool(average(ends)) if len(ends) > 1 else ends[0]
+        weights = cool(average(ends), args.temperature) if len(ends) > 1 else ends[0]
         steps, seconds = sum(clock.step for clock in clocks), sum(clock.trained_s for clock in clocks)
-        trained = {"trained": {"trainings": len(ends), "steps": steps, "seconds": round(seconds, 1)}}
+        counted = {"trainings": len(ends), "steps": steps, "seconds": round(seconds, 1)}
+        trained = {"trained": counted | ({"temperature": args.temperature} if len(ends) > 1 else {})}
     with tempfile.TemporaryDirectory() as folder:
         export(args.data, weights, Path(folder), draft=False)
         exported = from_checkpoint(Path(folder), config)

@@ -194,6 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
         help="the tokenizer.json of weights to train on from; default: a new one",
     )
     options = parser.parse_args(arguments)
+    if options.small and options.packages:
+        parser.error("--packages: not read with --small, whose texts are at hand")
     try:
         manifest = prepare(
             options.folder.absolute(),

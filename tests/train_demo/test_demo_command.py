@@ -19,6 +19,7 @@ import pytest
 
 from scripts.train_demo import __main__ as command
 from scripts.train_demo.__main__ import OPTIONS, SMALL_OPTIONS, Stage, stages
+from scripts.train_demo.average import CHOSEN
 from scripts.train_demo.curriculum import plan_of
 from scripts.train_demo.dataset import Data
 from scripts.train_demo.parameters import load_parts
@@ -139,6 +140,9 @@ def test_options_are_added_and_stages_skipped(tmp_path: Path, monkeypatch, capsy
     assert calls.made == [("a", ["--minutes", "9.0"]), ("b", ["--minutes", "8.0", "--peak", "1e-3", "--soft"])]
     wrong = (["--options", "b"], ["--options", "x=1"], ["--skip", "x"], ["--minutes", "inf"], ["--small"])
     messages = ("not STAGE=WORDS", "a, b, c", "not one of a, b, c", "compiling and saving", "begun without --small")
+    archives = ["--packages", str(tmp_path)]
+    wrong += (["--small", *archives], ["--data", str(tmp_path), *archives])  # type: ignore[assignment]
+    messages += ("not read with --small", "not read with --data")  # type: ignore[assignment]
     for arguments, message in zip(wrong, messages, strict=True):
         with pytest.raises(SystemExit):
             command.main(["--out", str(tmp_path), *arguments])
@@ -152,6 +156,9 @@ def test_the_options_name_stages_and_both_sets_train_alike(tmp_path: Path) -> No
     ):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / f"{prefix}-0.npz").touch()
+    (tmp_path / "averaged" / CHOSEN).write_text('{"temperature": 1.23}')
+    compare = next(stage for stage in stages(tmp_path, tmp_path, None) if stage.name == "compare")
+    assert "--temperature 1.23" in " ".join(map(str, compare.arguments(5.0)))  # what the average was cooled by
     names = [stage.name for stage in stages(tmp_path, None, None)]
     assert names == [s.name for s in [*stages(tmp_path, None, None)[:1], *stages(tmp_path, tmp_path, None)]]
     assert {*OPTIONS, *SMALL_OPTIONS} <= {*names}

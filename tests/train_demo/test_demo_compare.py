@@ -18,10 +18,11 @@ from di_jax.model.linear import Numerics
 from scripts.train_demo import compare
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.average import average, cool
-from scripts.train_demo.compare import masters, measure, rounding
+from scripts.train_demo.compare import masters, rounding
 from scripts.train_demo.curriculum import Clock
 from scripts.train_demo.export import export
 from scripts.train_demo.parameters import builder, from_checkpoint, initial
+from scripts.train_demo.perplexity import measure
 
 CONFIG = ModelConfig.from_dict(config_json(64, 64, 63, small=True))
 TABLES = EngramTables.build(CONFIG, np.arange(64, dtype=np.int32))
@@ -40,6 +41,7 @@ def test_no_state_no_masters(tmp_path: Path) -> None:
     [
         (["--state", "a", "b"], "--state: of one training or of 3, given 2"),
         (["--state", "a", "--text-tokens", "0"], "--text-tokens 0: at least 1"),
+        (["--state", "a", "--temperature", "nan"], "--temperature nan: a positive number"),
         (["--state", "a", "--row-length", "100"], "--row-length 100: not a multiple of 128"),
         (["--state", "a", "--out", "no/such/file.json"], "--out no/such/file.json: its folder does not exist"),
     ],
@@ -83,11 +85,15 @@ def test_three_trainings_are_compared_as_their_cooled_average(tmp_path: Path, mo
     assert all(np.array_equal(seen[0][path], value) for path, value in expected.items())
     assert not np.array_equal(seen[0]["norm.weight"], ends[-1]["norm.weight"])
     result = json.loads((tmp_path / "masters.json").read_text(encoding="utf-8"))
-    assert result["trained"] == {"trainings": 3, "steps": 60, "seconds": 4.5} and set(result["seen"]) == {
-        *result["perplexity"]
-    }
+    assert result["trained"] == {"trainings": 3, "steps": 60, "seconds": 4.5, "temperature": 1.4} and set(
+        result["seen"]
+    ) == {*result["perplexity"]}
+    seen.clear()
+    assert compare.main([*arguments, *states, "--temperature", "1.7"]) == 0
+    assert np.array_equal(seen[0]["norm.weight"], cool(average(ends), 1.7)["norm.weight"])
+    seen.clear()
     assert compare.main([*arguments, states[2]]) == 0
-    assert all(np.array_equal(seen[8][path], value) for path, value in ends[2].items())
+    assert all(np.array_equal(seen[0][path], value) for path, value in ends[2].items())
 
 
 def test_what_the_formats_hold_is_exported_unchanged(tmp_path: Path) -> None:

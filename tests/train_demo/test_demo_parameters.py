@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from di_jax.checkpoint.demo import demo_checkpoint
 from di_jax.checkpoint.writer import write_checkpoint
 from di_jax.model.config import ModelConfig
 from di_jax.model.dspark import LEAF_PREFIX, DraftModel
@@ -127,6 +128,16 @@ def test_weights_travel_in_small_files(params: Params, tmp_path: Path) -> None:
         error = np.abs(back[path] - np.asarray(value)).max() / max(1e-9, float(np.abs(value).max()))
         assert error <= 2**-4, path
     assert back["layers.attn.q_norm.weight"].shape == params["layers.attn.q_norm.weight"].shape
+
+
+def test_all_weights_of_the_model_travel_in_32_mib(tmp_path: Path) -> None:
+    """Of the bundled sizes; what is in the files does not change how large they are."""
+    config = ModelConfig.from_file(demo_checkpoint())
+    each = np.arange(config.vocab_size, dtype=np.int32) % config.engram_compressed_vocab_size
+    _, shapes = builder(config, NUMERICS, EngramTables.build(config, each))
+    files = save_parts(tmp_path, {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}, "weights")
+    sizes = [file.stat().st_size for file in files]
+    assert sum(sizes) <= 32 * 2**20 and max(sizes) <= 16 * 2**20 and sum(sizes) > 30 * 2**20
 
 
 @pytest.mark.parametrize("storage", ["fp4", "fp8", "rows", "bf16"])
