@@ -405,11 +405,16 @@ class BenchGroup(Group):
     prompt_len: int = key(128, low=1)  # tokens
     output_len: int = key(32, low=1)  # tokens
     repeats: int = key(3, low=1)  # timed runs of each row; of kind slice, timed steps
+    # Of kind host with drafts: an .npz of confidences that a draft model had, such as
+    # scripts/results/demo-confidences.npz, with which what drafting gains is simulated; null: it is not.
+    recording: str | None = None
     slice: SliceGroup = SliceGroup()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ascending("bench.batch_sizes", self.batch_sizes)
+        if self.recording is not None and self.kind != "host":
+            raise ConfigError(f"bench.recording: {show(self.recording)} is for bench.kind = host, not {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -489,6 +494,8 @@ class Config(Group):
         rows, limit = max(self.bench.batch_sizes), self.engine.max_num_seqs
         if rows > limit:
             raise ConfigError(f"bench.batch_sizes: {rows} requests at once exceed engine.max_num_seqs = {limit}")
+        if self.bench.recording is not None and not self.speculative.enabled:
+            raise ConfigError(f"bench.recording: {show(self.bench.recording)} needs speculative.enabled = true")
 
     def _check_simulated(self) -> None:
         """Raises ConfigError for fewer simulated devices, of all processes together, than the mesh has ranks."""

@@ -1,8 +1,8 @@
 """Draws committed benchmark results: tokens/s of every row, prefill beside decode, one colour per date.
 
-Of kind host: the microseconds of a decode step and what they are spent on. Of kind slice: tokens/s of a GPU over
-tokens/s of a user, a curve for each label of the kernels and number of expert ranks, and what the fullest step is spent
-on.
+Of kind host: the microseconds of a decode step and what they are spent on, with drafts and without. Of kind slice:
+tokens/s of a GPU over tokens/s of a user, a curve for each label of the kernels and number of expert ranks, and what
+the fullest step is spent on.
 
 python scripts/plot_bench.py scripts/results/engine-cpu.json [more.json] [--output FILE.png]
 """
@@ -10,6 +10,7 @@ python scripts/plot_bench.py scripts/results/engine-cpu.json [more.json] [--outp
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -75,22 +76,34 @@ def _draw_speed(rows: list[dict[str, Any]]) -> Figure:
 
 
 def _draw_host(rows: list[dict[str, Any]]) -> Figure:
-    """Of the last date, a picture for each maximum length."""
+    """Of the last date, a picture for each number of drafts and maximum length. One y axis for those with as many
+    drafts."""
     rows = [row for row in rows if row["phase"] == "decode" and row["date"] == max(row["date"] for row in rows)]
-    lengths = sorted({row["max_model_len"] for row in rows})
+    latest: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        latest.setdefault((row.get("num_draft_tokens", 0), row["max_model_len"]), {})[row["batch"]] = row
+    drafts, lengths = (sorted(set(each)) for each in zip(*latest, strict=True))
     figure, axes = plt.subplots(
-        1, len(lengths), figsize=(4.5 * len(lengths), 3.6), squeeze=False, sharey=True, layout="constrained"
+        len(drafts),
+        len(lengths),
+        figsize=(4.5 * len(lengths), 3.6 * len(drafts)),
+        squeeze=False,
+        sharey="row",
+        layout="constrained",
     )
-    for axis, length in zip(axes[0], lengths, strict=True):
-        latest = {row["batch"]: row for row in rows if row["max_model_len"] == length}
-        names, bottom = [str(batch) for batch in latest], [0.0] * len(latest)
+    for axis, key in zip(axes.flat, itertools.product(drafts, lengths), strict=True):
+        if (of := latest.get(key)) is None:
+            axis.axis("off")
+            continue
+        names, bottom = [str(batch) for batch in of], [0.0] * len(of)
         for part in ("schedule", "post", "launch"):
-            heights = [row[f"{part}_us"] for row in latest.values()]
+            heights = [row[f"{part}_us"] for row in of.values()]
             bars = axis.bar(names, heights, 0.6, bottom=bottom, label=part)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         axis.bar_label(bars, [f"{total:.0f}" for total in bottom], fontsize=7)
         axis.axhline(rows[0]["budget_us"], ls="--", lw=0.8, color="gray", label="budget of schedule + post")
-        axis.set(title=f"up to {length:,} tokens", xlabel="requests at once", ylabel="us a decode step, median")
+        title = f"up to {key[1]:,} tokens" + f", {key[0]} drafts" * bool(key[0])
+        axis.set(title=title, xlabel="requests at once", ylabel="us a decode step, median")
         axis.legend(fontsize=7)
     return figure
 

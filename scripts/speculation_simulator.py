@@ -3,12 +3,8 @@
 python -m scripts.speculation_simulator     writes scripts/results/speculation-simulator.json and .png in a minute
 python -m scripts.speculation_simulator --record build/train_demo     records the draft's confidences anew before that
 
-The policy is the engine's own object (`engine.speculation.Speculation`, with `engine.allocation`) over the four row
-counts of an engine whose decode bucket is the number of requests; other arms choose between more of them. A step is in
-flight when the next is planned. Blocks are what the demo's draft recorded: its calibrated confidence and the chance
-that its drafts are in truth accepted. Both are raised to one power, so that five drafts yield 3.29 tokens as published;
-the order of all drafts is the recorded one. A step of so many rows takes 9.3 ms + 21 us a row, which agrees with the
-published decode chart.
+The simulation is that of `bench`, kind host, with `bench.recording` (di_jax/commands/bench_speculation.py), whose
+policy is the arm `engine`; other arms choose between more row counts, or have other blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import matplotlib
 
@@ -33,28 +29,34 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from di_jax.commands.bench_host import ROW_S, STEP_S, published_profile
-from di_jax.engine.allocation import allocate_reference
-from di_jax.engine.batch import DecodeBatch, DecodePart
+from di_jax.commands.bench_speculation import (
+    ACCEPTED_LENGTH,
+    DRAFTS,
+    REQUEST_STEPS,
+    ROW_S,
+    SEED,
+    STEP_S,
+    Blocks,
+    EnginePolicy,
+    Ints,
+    Policy,
+    RecordingError,
+    bisect,
+    load_blocks,
+    rescaled,
+    simulate,
+    step_seconds,
+    steps_of,
+)
 from di_jax.engine.runtime_estimator import ForwardRuntimeEstimator, StepTimes
-from di_jax.engine.slot_table import SlotTable
-from di_jax.engine.speculation import Outlook, Rounds, Speculation
-from di_jax.engine.step_output import DraftOutput, StepOutput
-from di_jax.engine.step_plan import BucketLadder
-from di_jax.engine.verification import MARGIN, RateLedger, choose_rows, fill
+from di_jax.engine.verification import MARGIN, RateLedger, choose_rows
+from di_jax.errors import UserError
 from scripts import command_line
 
 FOLDER = Path(__file__).parent / "results"
 RESULTS = FOLDER / "speculation-simulator.json"
 RECORDING = FOLDER / "demo-confidences.npz"
-SEED = 20261130
-DRAFTS = 5
-ACCEPTED_LENGTH = 3.29  # tokens of a step that verifies all drafts, the one that is always drawn included
 CONCURRENCY = (1, 2, 4, 8, 16, 24, 32, 40, 48, 60, 64, 80, 96, 112, 128, 160, 192, 256)
-REQUEST_STEPS = 32_768  # steps times requests of each simulation, but no fewer steps than
-LEAST_STEPS = 400
-WARM_UP = 64  # steps before those: at first every draft is verified, as nothing is known
-WINDOW = 128  # positions of context that the draft reads
 RECORDED_ROWS = 32
 # dspark 5. What a step verified and accepted was published without the number of requests.
 PUBLISHED_GAIN = {16: -0.015, 60: 0.054, 96: 0.11}
@@ -84,51 +86,6 @@ NOTES = [
 ]
 
 Row = dict[str, Any]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Drafted blocks, in the order of their texts.
-
-    confidence: stated chance of each draft given those before it, [N, k]. chance: the true one, [N, k]. text: [N],
-    rising, which text the block is of. weight: [N], how likely a block is drawn, where they do not follow each other.
-    """
-
-    confidence: Floats
-    chance: Floats
-    text: NDArray[np.int64]
-    weight: Floats | None = None
-
-    @property
-    def accepted(self) -> Floats:
-        """Chance that all drafts up to each are accepted, [N, k]."""
-        return np.cumprod(self.chance, axis=1)
-
-    def accepted_length(self) -> float:
-        """Mean tokens of a step that verifies all drafts."""
-        return 1 + float(np.average(self.accepted.sum(axis=1), weights=self.weight))
-
-    def accepted_of(self, verified: float) -> float:
-        """Mean tokens of a step that verifies so many drafts of a request on average, those of highest confidence."""
-        weight = np.full(len(self.text), 1 / len(self.text)) if self.weight is None else self.weight
-        order = np.argsort(-np.cumprod(self.confidence, axis=1).reshape(-1), kind="stable")
-        spent = np.cumsum(np.repeat(weight, self.chance.shape[1])[order])
-        gained = np.cumsum((weight[:, None] * self.accepted).reshape(-1)[order])
-        return 1 + float(np.interp(verified, spent, gained))
-
-    def following(self, rng: np.random.Generator, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(the block after each of `at`, whether it is the first of another request's text)."""
-        if self.weight is not None:
-            return rng.choice(len(self.text), len(at), p=self.weight), np.zeros(len(at), bool)
-        after = (at + 1) % len(self.text)
-        return after, self.text[after] != self.text[at]
-
-
-def step_seconds(rows: float) -> float:
-    """Seconds of a step of so many rows, drafting included."""
-    return STEP_S + ROW_S * rows
 
 
 def request_speed(requests: int, rows_each: int, accepted_length: float) -> float:
@@ -157,32 +114,6 @@ def record(data: Path, recording: Path, rows: int) -> None:
     )
 
 
-def load_blocks(recording: Path, temperatures: list[float]) -> Blocks:
-    """The recorded blocks, with the confidence calibrated."""
-    with np.load(recording) as stored:
-        score, overlap, text = (stored[name] for name in ("score", "overlap", "text"))
-    confidence = 1 / (1 + np.exp(-score.astype(np.float64) / temperatures))
-    return Blocks(confidence, overlap.astype(np.float64), text.astype(np.int64))
-
-
-def bisect(rises: Callable[[float], float], goal: float, low: float, high: float) -> float:
-    """Where a rising function reaches the goal."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) < goal else (low, middle)
-    return (low + high) / 2
-
-
-def rescaled(blocks: Blocks, accepted_length: float) -> tuple[Blocks, float]:
-    """(blocks whose mean accepted length is as given, the power that all chances were raised to)."""
-
-    def raised(power: float) -> Blocks:
-        return dataclasses.replace(blocks, confidence=blocks.confidence**power, chance=blocks.chance**power)
-
-    power = -bisect(lambda minus: raised(-minus).accepted_length(), accepted_length, -4.0, 0.0)
-    return raised(power), power
-
-
 def remixed(blocks: Blocks, accepted_length: float) -> Blocks:
     """The recorded blocks drawn such that the mean accepted length is as given: those of high confidence more often."""
     promised = np.cumprod(blocks.confidence, axis=1).sum(axis=1)
@@ -192,74 +123,6 @@ def remixed(blocks: Blocks, accepted_length: float) -> Blocks:
         return dataclasses.replace(blocks, weight=weight / weight.sum())
 
     return tilted(bisect(lambda slope: tilted(slope).accepted_length(), accepted_length, -4.0, 16.0))
-
-
-class Policy(Protocol):
-    """What plans the steps of a simulation, all of whose requests decode at once, one in each slot.
-
-    all_rows: rows of a step that verifies every draft.
-    """
-
-    all_rows: int
-
-    def launch(self) -> tuple[int, Ints]:
-        """(rows of the next step, drafts of each request that it may verify [R])."""
-
-    def land(self, verified: Ints, accepted: Ints, confidence: NDArray[np.float32]) -> None:
-        """The results of the oldest step launched and not landed: drafts verified and accepted [R], and the block that
-        each request drafted then, [R, k]."""
-
-    def replace(self, slots: Ints, confidence: NDArray[np.float32]) -> None:
-        """Other requests have these slots now; their prefill drafted these blocks [n, k]."""
-
-
-class EnginePolicy:
-    """`Speculation` as the engine calls it, of an engine whose decode bucket is the number of requests. Step times are
-    known exactly, and those without a draft are no less. The slot table stands still: no answer is near its last token,
-    and all have the context that the draft reads.
-    """
-
-    def __init__(self, requests: int) -> None:
-        self.slots = np.arange(requests)
-        self.ladder = BucketLadder((requests,), (requests,), (1,), drafts=DRAFTS)
-        self.all_rows = self.ladder.verify_rows(requests)[-1]
-        self.table = SlotTable(requests, 1, DRAFTS)
-        self.table.left[:] = 1 + DRAFTS
-        self.books = Speculation(self.ladder, {0: self.table}, published_profile(self.ladder), WINDOW)
-        self.in_flight: list[tuple[Rounds, bool]] = []
-
-    def launch(self) -> tuple[int, Ints]:
-        table, slots = self.table, self.slots
-        part = DecodePart(0, table, slots, table.position[slots], [], table.caps(slots), table.drafted[slots])
-        batch = self.books.plan(DecodeBatch([part], num_drafts=DRAFTS))
-        (part,) = batch.parts
-        rows, verifying = (len(slots), 0) if part.is_plain else (part.rows, len(slots))
-        bucket = self.ladder.bucket(True, rows, 1, requests=verifying, bare=batch.bare)
-        outlook = Outlook.of_all(np.array([self.books.outlook(batch).numbers()]))
-        table.drafted[:] = False
-        drafts = self.books.drafts(outlook, bucket)
-        rounds = self.books.begin(batch, drafts)
-        if drafts:
-            self.books.rows(rounds, [0], outlook)
-        self.in_flight.append((rounds, drafts))
-        return bucket.rows, part.caps
-
-    def land(self, verified: Ints, accepted: Ints, confidence: NDArray[np.float32]) -> None:
-        rounds, drafts = self.in_flight.pop(0)
-        numbers: Any = np.concatenate([np.zeros(confidence.shape, np.int32), confidence.view(np.int32)], axis=1)
-        output: dict[str, Any] = {
-            "logprob": None,
-            "token": np.where(np.arange(1 + DRAFTS) <= accepted[:, None], 0, -1),
-            "verified": verified,
-            "draft": DraftOutput(numbers) if drafts else None,
-        }
-        self.books.completed(rounds, {0: StepOutput(logits=None, trace=None, load=None, **output)})
-
-    def replace(self, slots: Ints, confidence: NDArray[np.float32]) -> None:
-        ledger = self.books.ledgers[0]
-        ledger.reset(slots)
-        ledger.process(slots, ledger.schedule(slots).owners, confidence)
-        self.table.drafted[slots] = True
 
 
 class AnyRows:
@@ -286,49 +149,6 @@ class AnyRows:
         self.ledger.process(slots, self.ledger.schedule(slots).owners, confidence)
 
 
-def simulate(
-    rng: np.random.Generator, blocks: Blocks, requests: int, steps: int, policy: Policy, warm_up: int = WARM_UP
-) -> Row:
-    """Means of a step of so many requests under the policy, beside the same blocks verified in full.
-
-    Tokens are counted by their chance, not drawn; what the policy is told of acceptance is drawn. A request ends with
-    its text, and another takes its slot. warm_up: steps before those that count.
-    """
-    confidence, accepted = blocks.confidence.astype(np.float32), blocks.accepted
-    kept = np.pad(np.cumsum(accepted, axis=1), ((0, 0), (1, 0)))  # accepted drafts by how many are verified
-    at = rng.choice(len(blocks.text), requests, p=blocks.weight)
-    policy.replace(np.arange(requests), confidence[at])
-    fixed_step = step_seconds(policy.all_rows)
-    landing = None
-    verified = tokens = seconds = fixed_tokens = fixed_seconds = 0.0
-    for step in range(-warm_up, steps):
-        rows, caps = policy.launch()
-        if landing is not None:
-            policy.land(*landing)
-        lengths = allocate_reference(confidence[at], caps, fill(rows, caps)).astype(np.int64)
-        right = np.cumprod(rng.random((requests, DRAFTS)) < blocks.chance[at], axis=1).sum(axis=1)
-        if step >= 0:
-            verified += lengths.sum()
-            tokens += requests + kept[at, lengths].sum()
-            fixed_tokens += requests + kept[at, DRAFTS].sum()
-            seconds += step_seconds(rows)
-            fixed_seconds += fixed_step
-        at, ended = blocks.following(rng, at)
-        landing = lengths, np.minimum(right, lengths), confidence[at]
-        if ended.any():
-            policy.replace(np.flatnonzero(ended), confidence[at[ended]])
-    return {
-        "requests": requests,
-        "steps": steps,
-        "verified": verified / (steps * requests),
-        "accepted_length": tokens / (steps * requests),
-        "fixed_accepted_length": fixed_tokens / (steps * requests),
-        "step_ms": 1e3 * seconds / steps,
-        "fixed_step_ms": 1e3 * fixed_step,
-        "gain": tokens / seconds / (fixed_tokens / fixed_seconds) - 1,
-    }
-
-
 def implied_verified(requests: int, gain: float) -> float:
     """Drafts that a request verified when 3.20 tokens of 3.29 were accepted with this gain, if steps take as here."""
     seconds = step_seconds(requests * (1 + DRAFTS)) * PUBLISHED_ACCEPTED / ACCEPTED_LENGTH / (1 + gain)
@@ -344,8 +164,8 @@ def draw(rows: list[Row], picture: Path) -> None:
         "perfect": ("C2", "--", "the engine's, if confidence were the true chance"),
         "remixed": ("C1", ":", "the engine's, recorded blocks remixed, not rescaled"),
     }
-    measures = {"verified": "drafts verified", "accepted_length": "tokens a step", "gain": "gain over five drafts"}
-    for axes, (measure, title) in zip(panels, measures.items(), strict=True):
+    titles = {"verified_length": "drafts verified", "accepted_length": "tokens a step", "gain": "gain over five drafts"}
+    for axes, (measure, title) in zip(panels, titles.items(), strict=True):
         for arm, (colour, line, label) in looks.items():
             mine = [row for row in rows if row["arm"] == arm]
             scale = 100 if measure == "gain" else 1
@@ -389,8 +209,11 @@ def main(arguments: list[str] | None = None) -> int:
     if args.record:
         record(args.record, args.recording, args.record_rows)
     temperatures = json.loads(args.temperatures.read_text(encoding="utf-8"))["confidence_temperatures"]
-    recorded = load_blocks(args.recording, temperatures)
-    blocks, power = rescaled(recorded, ACCEPTED_LENGTH)
+    try:
+        recorded = load_blocks(args.recording, temperatures)
+        blocks, power = rescaled(recorded, ACCEPTED_LENGTH)
+    except RecordingError as error:
+        raise UserError(f"--recording {args.recording}: {error}") from error
     remix = remixed(recorded, ACCEPTED_LENGTH)
     arms: dict[str, tuple[Blocks, Callable[[int], Policy]]] = {
         "engine": (blocks, EnginePolicy),
@@ -404,8 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tqdm(total=len(arms) * len(args.concurrency), desc="simulating", disable=None, file=sys.stderr) as bar:
         for arm, (of, policy) in arms.items():
             for requests in args.concurrency:
-                steps = max(LEAST_STEPS, args.request_steps // requests)
-                row = simulate(np.random.default_rng(SEED), of, requests, steps, policy(requests))
+                steps = steps_of(requests, args.request_steps)
+                row = dataclasses.asdict(simulate(np.random.default_rng(SEED), of, requests, steps, policy(requests)))
                 rows.append({"arm": arm, **{k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}})
                 bar.update()
     result = {

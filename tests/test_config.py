@@ -177,6 +177,8 @@ REFUSED = [
     ("sampling.stop_token_ids", [5, -1], ["sampling.stop_token_ids: [5, -1]", "at least 0"]),
     ("bench.batch_sizes", [0], ["bench.batch_sizes: [0]", "at least 1"]),
     ("bench.batch_sizes", [], ["bench.batch_sizes: []", "ascending"]),
+    ("bench.recording", 3, ["bench.recording: 3", "text or null"]),
+    ("bench", {"recording": "a/b.npz", "kind": "slice"}, ["bench.recording: a/b.npz", "bench.kind = host", "slice"]),
     # impossible combinations, with their numbers
     ("mesh", {"dp": 4, "cp": 2, "ep": 3}, ["mesh.ep: 3", "4 x 2 = 8"]),
     ("engine.max_num_batched_tokens", 100, ["engine.max_num_batched_tokens: 100", "engine.block_size = 128"]),
@@ -250,6 +252,13 @@ def test_bench_lengths_must_fit_only_when_benching() -> None:
         Config.from_dict({**raw, "command": "bench"})
     with pytest.raises(ConfigError, match=r"bench.batch_sizes: 17 .* engine.max_num_seqs = 16"):
         Config.from_dict({"command": "bench", "bench": {"batch_sizes": [1, 17]}})
+
+
+def test_a_recording_is_for_runs_with_drafts() -> None:
+    raw = {"command": "bench", "bench": {"kind": "host", "recording": "a/b.npz"}}
+    with pytest.raises(ConfigError, match=r"bench.recording: a/b.npz needs speculative.enabled = true"):
+        Config.from_dict(raw)
+    assert Config.from_dict({**raw, "speculative": {"enabled": True}}).bench.recording == "a/b.npz"
 
 
 def test_replace_checks_too() -> None:

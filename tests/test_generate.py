@@ -22,8 +22,8 @@ from di_jax.llm import LLM
 
 RECORD = {"id", "prompt_token_ids", "outputs", "metrics", "seq_seed"}
 METRICS = {
-    "num_cached_tokens", "decode_steps", "drafted_tokens", "verified_tokens", "accepted_tokens", "decode_ppl",
-    "confidence_error", "ttft_s", "total_s",
+    "num_cached_tokens", "decode_steps", "drafted_tokens", "verified_tokens", "accepted_tokens", "accept_rate",
+    "accepted_length", "verified_length", "decode_ppl", "confidence_error", "ttft_s", "total_s",
 }  # fmt: skip
 SUMMARY = {
     "requests", "failed", "prompt_tokens", "output_tokens", "wall_s", "compiles_after_warmup", "tokens_per_s",

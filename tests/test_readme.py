@@ -26,7 +26,7 @@ def test_commands_parse_and_their_configs_resolve(command: str) -> None:
     assert config.command in OPTIONS
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "scripts/" in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python scripts/")])
 def test_scripts_and_their_files_exist(command: str) -> None:
     for word in shlex.split(command)[1:]:
         if not word.startswith("-"):
@@ -134,12 +134,48 @@ def test_the_host_table_quotes_the_committed_results() -> None:
     match = re.search(r"<!-- host table: (\S+) -->\n(.*?)<!-- end of host table -->", README, re.DOTALL)
     assert match is not None
     rows = json.loads((ROOT / match[1]).read_text(encoding="utf-8"))["rows"]
-    newest = {row["batch"]: row for row in rows if (row["phase"], row["max_model_len"]) == ("decode", 4096)}
-    quoted = re.findall(r"^\| (\d+) \| (\d+) us \| (\d+) us \| (\d+) us \|$", match[2], re.MULTILINE)
-    assert [int(batch) for batch, *_ in quoted] == sorted(newest)
-    for batch, *told in quoted:
-        row = newest[int(batch)]
-        assert [int(t) for t in told] == [round(row[name]) for name in ("schedule_us", "post_us", "host_us")]
+    newest = {
+        (row["batch"], row.get("num_draft_tokens", 0)): row
+        for row in rows
+        if (row["phase"], row["max_model_len"]) == ("decode", 4096)
+    }
+    batches, names = sorted({batch for batch, _ in newest}), ("schedule_us", "post_us", "host_us")
+    want = [
+        [str(batch), *(f"{newest[batch, drafts][name]:,.0f} us" for drafts in (0, 5) for name in names)]
+        for batch in batches
+    ]
+    assert table_rows(match[2]) == want and batches == [1, 16, 64, 256]
+    told = " ".join(README.split())
+    assert "Without drafts it keeps to the 300 us that 256 requests may take" in told
+    assert newest[256, 0]["host_us"] < newest[256, 0]["budget_us"] == 300 < newest[256, 5]["host_us"]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of a table's rows that begin with a number."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d", line)]
+
+
+def test_the_simulation_table_quotes_the_committed_results() -> None:
+    match = re.search(r"<!-- simulation table: (\S+) -->\n(.*?)<!-- end of simulation table -->", README, re.DOTALL)
+    assert match is not None
+    rows = json.loads((ROOT / match[1]).read_text(encoding="utf-8"))["rows"]
+    newest = {row["batch"]: row for row in rows if "gain" in row and row["max_model_len"] == 4096}
+    lengths = ("verified_length", "accepted_length", "fixed_accepted_length")
+    want = [
+        [
+            str(batch),
+            *(f"{row[name]:.2f}" for name in lengths),
+            f"{row['simulated_step_ms']:.1f} ms",
+            f"{row['gain']:.1%}",
+        ]
+        for batch, row in sorted(newest.items())
+    ]
+    assert table_rows(match[2]) == want and len(want) == 4
+    told = " ".join(README.split())
+    script = json.loads((ROOT / "scripts/results/speculation-simulator.json").read_text(encoding="utf-8"))["rows"]
+    gain = {(row["arm"], row["requests"]): f"{row['gain']:.0%}" for row in script}
+    assert f"It gains {gain['engine', 60]} at 60 requests and {gain['engine', 96]} at 96" in told
+    assert f"and {gain['engine', 256]} at 256" in told and f"would make {gain['any_rows', 256]}" in told
 
 
 def test_the_speculation_tables_quote_the_committed_results() -> None:
@@ -230,3 +266,21 @@ def test_the_kernel_table_quotes_the_committed_results() -> None:
         if "prefill" in workload:
             assert f"{row['mosaic_gpu_sm90']['tflop_per_s']:.0f} TFLOP/s" in match[1]
     assert quoted == want
+
+
+def test_the_gain_of_splits_is_as_committed_and_as_tuned() -> None:
+    """Of the GPU's time by kernel; `split_tiles` names the fastest of every number of rows that was measured."""
+    result = json.loads((ROOT / "scripts/results/kernel-sparse-attention-nvidia-h200.json").read_text(encoding="utf-8"))
+    tuned = json.loads((ROOT / "kernels_pallas/sparse_attention/tuned/nvidia-h200.json").read_text(encoding="utf-8"))
+    found: dict[int, list[tuple[float, int, int]]] = {}
+    for row in result["splits"]["rows"]:
+        if "window" not in row["workload"]:
+            rows = int(row["workload"].split()[1])
+            found.setdefault(rows, []).append((sum(row["kernels_us"].values()), row["splits"], row["split_tiles"]))
+    assert sorted(found) == [8, 16, 32, 64, 96]
+    told = " ".join(README.split())
+    for rows, times in found.items():
+        whole, (least, splits, tiles) = next(us for us, number, _ in times if number == 1), min(times)
+        chosen = next((each for limit, each in tuned["split_tiles"] if rows <= limit), None)
+        assert chosen == (tiles if splits > 1 else None), rows
+        assert rows not in (8, 32, 64) or re.search(rf"{least:.0f} (us )?in place of {whole:.0f} for {rows} ", told)

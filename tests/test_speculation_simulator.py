@@ -14,27 +14,29 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # scripts are run from a checkout, not installed
 
-from di_jax.engine.confidence import calibration_error
-from di_jax.engine.speculation import LOOK_EVERY
-from di_jax.engine.verification import Promises
-from scripts import speculation_simulator as simulator
-from scripts.speculation_simulator import (
+from di_jax.commands.bench_speculation import (
     ACCEPTED_LENGTH,
     DRAFTS,
-    AnyRows,
     Blocks,
     EnginePolicy,
     Policy,
-    remixed,
+    Simulation,
+    load_blocks,
     rescaled,
     simulate,
 )
+from di_jax.engine.confidence import calibration_error
+from di_jax.engine.speculation import LOOK_EVERY
+from di_jax.engine.verification import Promises
+from scripts import command_line
+from scripts import speculation_simulator as simulator
+from scripts.speculation_simulator import AnyRows, remixed
 
 
 @pytest.fixture(scope="module")
 def recorded() -> Blocks:
     temperatures = json.loads((simulator.FOLDER / "demo-sts.json").read_text(encoding="utf-8"))
-    return simulator.load_blocks(simulator.RECORDING, temperatures["confidence_temperatures"])
+    return load_blocks(simulator.RECORDING, temperatures["confidence_temperatures"])
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,7 @@ def blocks(recorded: Blocks) -> Blocks:
     return rescaled(recorded, ACCEPTED_LENGTH)[0]
 
 
-def run(
-    blocks: Blocks, requests: int, policy: Callable[[int], Policy] = EnginePolicy, steps: int = 60
-) -> simulator.Row:
+def run(blocks: Blocks, requests: int, policy: Callable[[int], Policy] = EnginePolicy, steps: int = 60) -> Simulation:
     return simulate(np.random.default_rng(1), blocks, requests, steps, policy(requests))
 
 
@@ -71,6 +71,14 @@ def test_less_than_one_is_refused(word: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         simulator.main([word, "0"])
     assert f"{word} 0: at least 1" in capsys.readouterr().err
+
+
+def test_a_recording_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    output = tmp_path / "out.json"
+    words = ["--recording", str(tmp_path / "none.npz"), "--output", str(output)]
+    assert command_line.run(lambda: simulator.main(words)) == 2
+    assert f"error: --recording {tmp_path}/none.npz: cannot be read: No such file" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_published_gains_imply_verified_lengths_in_the_published_range() -> None:
@@ -115,15 +123,15 @@ def test_buckets() -> None:
 @pytest.mark.parametrize("grain", [1, 8])
 def test_verifying_everything_gains_nothing(blocks: Blocks, grain: int) -> None:
     row = run(blocks, 2, partial(AnyRows, margin=np.inf, grain=grain))
-    assert (row["verified"], row["gain"]) == (5, 0)
-    assert row["accepted_length"] == row["fixed_accepted_length"]
+    assert (row.verified_length, row.gain) == (5, 0)
+    assert row.accepted_length == row.fixed_accepted_length
 
 
 @pytest.mark.parametrize("policy", [EnginePolicy, AnyRows, partial(AnyRows, grain=8)])
 def test_gain_is_never_negative_and_verified_never_rises(blocks: Blocks, policy: Callable[[int], Policy]) -> None:
     rows = [run(blocks, requests, policy) for requests in (1, 8, 16, 40, 96, 256)]
-    assert all(row["gain"] >= 0 for row in rows)
-    verified, gain = ([row[name] for row in rows] for name in ("verified", "gain"))
+    assert all(row.gain >= 0 for row in rows)
+    verified, gain = ([getattr(row, name) for row in rows] for name in ("verified_length", "gain"))
     assert verified == sorted(verified, reverse=True) and verified[0] == 5 > verified[-1]
     assert 0.05 < gain[-2] < gain[-1]
 
@@ -135,7 +143,7 @@ def test_the_engine_chooses_among_its_shapes_and_looks_every_few_steps(blocks: B
     row = simulate(np.random.default_rng(1), blocks, requests, steps, recorded, warm_up=0)
     assert set(recorded.rows) == {4 * requests, 6 * requests} < set(engine.ladder.verify_rows(requests))
     assert recorded.rows[0] == engine.all_rows and engine.table.drafted.all()
-    assert row["verified"] == pytest.approx(np.mean(recorded.rows) / requests - 1)
+    assert row.verified_length == pytest.approx(np.mean(recorded.rows) / requests - 1)
     # Once it was seen to pay; another choice before that is of the first looks, of every step.
     changes = {at % LOOK_EVERY for at in np.flatnonzero(np.diff(recorded.rows[steps // 2 :])).tolist()}
     assert len(changes) == 1
@@ -159,8 +167,8 @@ def test_the_engine_learns_that_confidence_promises_too_much(blocks: Blocks, mon
     assert learning.books.promises.ratio < 0.9 < true.books.promises.ratio < 1.15
     monkeypatch.setattr(Promises, "add", lambda *_: None)
     believed = run(boastful, 64)
-    assert believed["verified"] == 5 > learned["verified"] + 0.5
-    assert believed["gain"] == 0 < learned["gain"]
+    assert believed.verified_length == 5 > learned.verified_length + 0.5
+    assert believed.gain == 0 < learned.gain
 
 
 def test_another_request_in_a_slot_voids_what_is_in_flight(blocks: Blocks) -> None:
@@ -181,7 +189,7 @@ def test_a_confidence_that_says_nothing_gains_less(blocks: Blocks) -> None:
     shuffled = blocks.confidence[np.random.default_rng(2).permutation(len(blocks.text))]
     blind = dataclasses.replace(blocks, confidence=shuffled)
     knowing = dataclasses.replace(blocks, confidence=blocks.chance)
-    gains = [run(each, 96)["gain"] for each in (blind, blocks, knowing)]
+    gains = [run(each, 96).gain for each in (blind, blocks, knowing)]
     assert gains[0] + 0.02 < gains[1] < gains[2]
 
 
@@ -203,16 +211,16 @@ def test_committed_results() -> None:
         mine = {requests: row for (name, requests), row in rows.items() if name == arm}
         assert tuple(mine) == simulator.CONCURRENCY
         assert all(row["gain"] >= 0 for row in mine.values())
-        verified = [row["verified"] for row in mine.values()]
+        verified = [row["verified_length"] for row in mine.values()]
         assert verified == sorted(verified, reverse=True)
-        assert mine[16]["gain"] == 0 and mine[16]["verified"] == 5
+        assert mine[16]["gain"] == 0 and mine[16]["verified_length"] == 5
         assert 0.03 < mine[60]["gain"] < 0.07 and 0.07 < mine[96]["gain"] < 0.12
         assert all(abs(row["fixed_accepted_length"] - ACCEPTED_LENGTH) < 0.05 for row in mine.values())
     for requests in simulator.CONCURRENCY:
         engine, free = rows["engine", requests], rows["any_rows", requests]
         assert free["gain"] >= engine["gain"]
         assert free["gain"] - engine["gain"] < (0.0025 if 60 <= requests <= 96 else 0.06)
-    assert rows["engine", 60]["verified"] == rows["engine", 96]["verified"] == 3
+    assert rows["engine", 60]["verified_length"] == rows["engine", 96]["verified_length"] == 3
     assert all(rows["perfect", requests]["gain"] > rows["engine", requests]["gain"] for requests in (60, 96, 256))
     for row in results["published"][1:]:
         assert row["rescaled_accepted"] < row["accepted_length"] < row["remixed_accepted"]

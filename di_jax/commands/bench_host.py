@@ -5,7 +5,8 @@ names; weights are not read and nothing runs on a device. Left out is therefore 
 and to fetch its tokens; rows of kind engine have that.
 
 With `speculative.enabled` steps draft and verify as on a device: the host chooses rows, books blocks of tokens and
-confidences, and nothing is computed. What drafting gains is for scripts/speculation_simulator.py to say.
+confidences, and nothing is computed. What drafting gains is simulated beside it with the confidences of
+`bench.recording` (`bench_speculation`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 from tqdm import tqdm
 
+from di_jax.commands.bench_speculation import Simulation, published_profile, recorded_gains
 from di_jax.commands.plan import released_config
 from di_jax.config import BenchGroup, Config
 from di_jax.engine.engine import Engine
@@ -31,9 +33,8 @@ from di_jax.engine.runner import TOKENS, ModelRunner, StepOutput
 from di_jax.engine.setup import EngineParts, build_ladder, cache_layout, draft_settings
 from di_jax.engine.state_programs import Snapshot, StateCopies
 from di_jax.engine.step_output import DraftOutput
-from di_jax.engine.step_plan import Bucket, BucketLadder, StepPlan
+from di_jax.engine.step_plan import Bucket, StepPlan
 from di_jax.engine.step_policy import DECODE, PREFILL
-from di_jax.engine.step_profile import StepProfile
 from di_jax.errors import UserError
 from di_jax.model.cache import CacheLayout
 from di_jax.model.linear import Numerics
@@ -47,12 +48,15 @@ SEED = 20260910
 BUDGET_US = 300.0
 NOTE = (
     "microseconds, medians over the steps counted, *_p99 their 99th percentiles; host = schedule + post; launch: "
-    "packing the plans, without jax; roofline_fraction = budget_us / host_us, above 1 where the host is fast enough"
+    "packing the plans, without jax; roofline_fraction = budget_us / host_us, above 1 where the host is fast enough. "
+    "With a recording decode rows have what is simulated of a rank's requests, with published step times: drafts "
+    "verified (verified_length) and tokens (accepted_length) of a request and step, fixed_* with all drafts verified, "
+    "gain in tokens a second over that"
 )
 ANSWERS = 64  # results that a NullRunner gives in turn
-# Of steps that verify drafts, what is published of the released model (dspark 5): the share of drafts accepted of those
-# before which all were, 2.29 of 5 then; seconds of a step, and of each of its rows.
-ACCEPTED, STEP_S, ROW_S = 0.75, 9.3e-3, 21e-6
+# Of the drafts before which all were accepted, the share that is: so 2.29 of 5, as published of the released model
+# (dspark 5).
+ACCEPTED = 0.75
 
 Row = dict[str, Any]
 
@@ -191,15 +195,9 @@ def null_engine(config: Config) -> Engine:
     runner = NullRunner(config, layout, rows)
     tokenizer = cast(Tokenizer, None)  # answers stay ids
     parts = EngineParts(model, Path(config.model.path), tokenizer, runner, ladder, layout, speculative=config.drafting)
+    # A device that does nothing has no times of its own. What steps that verify took so far is looked at as ever, here
+    # the host's time.
     return Engine(parts, engine, published_profile(ladder))
-
-
-def published_profile(ladder: BucketLadder) -> StepProfile:
-    """What steps of the released model take where it was published, by which drafting pays: a device that does nothing
-    has no times of its own. What steps that verify took so far is looked at as ever, here the host's time."""
-    rows = sorted({rows for requests in ladder.decode_rows for rows in ladder.verify_rows(requests)})
-    none, plain = dict.fromkeys(ladder.decode_rows, 0.0), {n: STEP_S + ROW_S * n for n in ladder.decode_rows}
-    return StepProfile({n: STEP_S + ROW_S * n for n in rows}, none, none, plain, plain)
 
 
 @dataclass
@@ -238,9 +236,10 @@ class Run:
 def measure(config: Config, bar: Callable[..., tqdm]) -> list[Row]:
     """The rows of all of `bench.batch_sizes`. bar: makes a progress bar of so many runs.
 
-    Raises UserError when the requests of a row never run together.
+    Raises ConfigError for a `bench.recording` that cannot be simulated, and UserError when the requests of a row never
+    run together.
     """
-    engine, bench = null_engine(config), config.bench
+    simulated, engine, bench = recorded_gains(config), null_engine(config), config.bench
     rows = []
     with bar(total=len(bench.batch_sizes) * (bench.repeats + 1)) as progress:
         for batch in bench.batch_sizes:
@@ -249,6 +248,8 @@ def measure(config: Config, bar: Callable[..., tqdm]) -> list[Row]:
                 runs.append(answer(engine, bench, batch, f"{batch}/{number}"))
                 progress.update()
             rows += [_row(engine, phase, bench, batch, runs[1:]) for phase in (PREFILL, DECODE)]
+            if simulated is not None:
+                rows[-1] |= _simulated(simulated(-(-batch // engine.runner.plan.world)))
     return rows
 
 
@@ -330,6 +331,7 @@ def _row(engine: Engine, phase: str, bench: BenchGroup, batch: int, runs: Sequen
         "prompt_len": bench.prompt_len,
         "output_len": bench.output_len,
         "max_model_len": engine.config.max_model_len,
+        "num_draft_tokens": engine.parts.layout.num_drafts,
         "steps": len(steps),
         "tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
     }
@@ -351,11 +353,29 @@ def _quantiles(name: str, seconds: Sequence[float]) -> Row:
     return {f"{name}_us": float(median), f"{name}_us_p99": float(p99)}
 
 
+def _simulated(simulation: Simulation) -> Row:
+    """Of a decode row."""
+    return {
+        "verified_length": simulation.verified_length,
+        "accepted_length": simulation.accepted_length,
+        "fixed_accepted_length": simulation.fixed_accepted_length,
+        "simulated_steps": simulation.steps,
+        "simulated_step_ms": simulation.step_ms,
+        "fixed_step_ms": simulation.fixed_step_ms,
+        "gain": simulation.gain,
+    }
+
+
 def table(rows: Sequence[Row]) -> str:
-    """The rows for a person to read, in microseconds."""
-    lines = [f"{'phase':8} {'batch':>5} {'schedule':>9} {'launch':>9} {'post':>9} {'host':>9} {'p99':>9} {'gc max':>9}"]
+    """The rows for a person to read, in microseconds; of the simulation drafts verified, tokens, ms of a step, gain."""
+    simulated = any("gain" in row for row in rows)
+    head = f"{'phase':8} {'batch':>5} {'schedule':>9} {'launch':>9} {'post':>9} {'host':>9} {'p99':>9} {'gc max':>9}"
+    lines = [head + f" {'verified':>9} {'tokens':>9} {'step ms':>9} {'gain':>9}" * simulated]
     for row in rows:
         cells = (row[f"{name}_us"] for name in ("schedule", "launch", "post", "host"))
         numbers = " ".join(f"{cell:9.1f}" for cell in (*cells, row["host_us_p99"], row["gc_longest_us"]))
         lines.append(f"{row['phase']:8} {row['batch']:5d} {numbers}")
+        if "gain" in row:
+            found = " ".join(f"{row[name]:9.2f}" for name in ("verified_length", "accepted_length"))
+            lines[-1] += f" {found} {row['simulated_step_ms']:9.2f} {row['gain']:9.1%}"
     return "\n".join(lines)

@@ -128,6 +128,8 @@ _GAUGES = (
     ("snapshot_bytes", "di_jax:snapshot_bytes", "Host memory of window-state snapshots"),
     ("mfu", "di_jax:mfu", "Share of the devices' peak operations that the model's were, in the last steps"),
     ("drafts.accept_rate", "di_jax:draft_accept_rate", "Accepted drafts of the verified ones"),
+    ("drafts.accepted_length", "di_jax:draft_accepted_length", "Tokens of a step with drafts: those accepted, and one"),
+    ("drafts.verified_length", "di_jax:draft_verified_length", "Drafts that a step with drafts verified"),
     (
         "drafts.confidence_error",
         "di_jax:draft_confidence_error",

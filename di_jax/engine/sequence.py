@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from di_jax.engine.draft_totals import DraftTotals
 from di_jax.engine.extra_sampling import ExtraSampling
 from di_jax.engine.prefix_cache import BlockKeys, Hit
 from di_jax.engine.step_plan import FREE_TOKEN
@@ -80,6 +81,7 @@ class Sequence:
     snapshot: bytes = b""  # key of the window state kept last while it decoded
     waiting_since: float = 0.0
     decode_steps: int = 0
+    draft_steps: int = 0  # of those, the ones that had drafts to verify
     drafted: int = 0  # drafts that steps could have verified, those that they did, and those that were accepted
     verified: int = 0
     accepted: int = 0
@@ -131,6 +133,7 @@ class Sequence:
     def count_drafts(self, drafted: int, verified: int, accepted: int, error: float) -> None:
         """A decode step of it is in, of whose drafts so many were verified and accepted."""
         self.decode_steps += 1
+        self.draft_steps += drafted > 0
         self.drafted += drafted
         self.verified += verified
         self.accepted += accepted
@@ -192,23 +195,41 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(len(s.output_ids) for s in self.sequences)
 
+    @property
+    def drafts(self) -> DraftTotals:
+        """What became of the drafts of all choices; not by their places."""
+        return DraftTotals(
+            steps=sum(s.draft_steps for s in self.sequences),
+            drafted=sum(s.drafted for s in self.sequences),
+            verified=sum(s.verified for s in self.sequences),
+            accepted=sum(s.accepted for s in self.sequences),
+            error=sum(s.confidence_error for s in self.sequences),
+        )
+
     def metrics(self) -> dict[str, float | int | None]:
         """The `metrics` of an output record (cli-contract). Counts and decode_ppl, exp of the mean negative
         log-probability of the emitted tokens, are over all choices; num_cached_tokens is the first choice's, whose
-        prompt the others share; confidence_error is the mean over verified drafts of how far the confidence was from
-        the chance of acceptance; ttft_s counts from arrival and so includes waiting.
+        prompt the others share; ttft_s counts from arrival and so includes waiting.
+
+        Where drafts were verified, else None: accept_rate, accepted drafts of the verified ones; accepted_length, mean
+        tokens of a step that had drafts to verify, the one that is always drawn included; verified_length, mean drafts
+        that it verified; confidence_error, mean over verified drafts of how far the confidence was from the chance of
+        acceptance.
         """
         logprobs = [p for s in self.sequences for p in s.logprobs]
         now = time.perf_counter() if self.ended is None else self.ended
-        verified = sum(s.verified for s in self.sequences)
+        drafts = self.drafts
         return {
             "num_cached_tokens": self.sequences[0].num_cached_tokens if self.sequences else 0,
             "decode_steps": sum(s.decode_steps for s in self.sequences),
-            "drafted_tokens": sum(s.drafted for s in self.sequences),
-            "verified_tokens": verified,
-            "accepted_tokens": sum(s.accepted for s in self.sequences),
+            "drafted_tokens": drafts.drafted,
+            "verified_tokens": drafts.verified,
+            "accepted_tokens": drafts.accepted,
+            "accept_rate": drafts.accept_rate,
+            "accepted_length": drafts.accepted_length,
+            "verified_length": drafts.verified_length,
             "decode_ppl": perplexity(logprobs),
-            "confidence_error": sum(s.confidence_error for s in self.sequences) / verified if verified else None,
+            "confidence_error": drafts.confidence_error,
             "ttft_s": None if self.first_token is None else self.first_token - self.arrived,
             "total_s": now - self.arrived,
         }

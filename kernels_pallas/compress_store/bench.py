@@ -5,32 +5,38 @@ one before leaves. A layer with a source pools, norms, rotates and stores its en
 rows, and works out for itself where all of them go; a window layer shares that with the layers around it, as in a
 model. The product between latents and keys is a projection and not among them. What a layer reads was just computed in
 a model, and lies in the L2 cache here too. A launch takes the host longer than the GPU: `kernel_us` is the time of the
-GPU alone, all kernels of a layer added up. No library writes these records.
+GPU alone, all kernels of a layer added up. No library writes these records: its peers (`--peers`) are the same formulas
+in PyTorch's operations, one by one and compiled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import profiler
 
 from di_jax.model.cache import CacheLayout, EngineState
 from di_jax.model.config import ModelConfig
 from di_jax.model.quantization import CacheFormats
-from di_jax.model.rope import rotation
+from di_jax.model.rope import inverse_frequencies, rotation
 from di_jax.model.rows import Rows, make_rows
 from kernels_pallas.benchmark import RELEASED, main, measured, seconds
-from kernels_pallas.compress_store import api
+from kernels_pallas.compress_store import api, peer
 from kernels_pallas.hopper import KERNEL
+from kernels_pallas.peers import Peer, compiled, difference, torch_of, torch_peer
 
 CONTEXT, BLOCKS, LAYERS = 131_072, 512, 4
 BF16 = jnp.dtype(jnp.bfloat16)
+# Of the records that a peer wrote, decoded, root mean square: a quotient or a sum that is rounded otherwise moves a few
+# fp4 codes of a hundred to their neighbours, 0.1; channels that were not rotated, an eighth of all, are 0.5.
+PEER_BOUND = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,7 @@ WORKLOADS = (
 )
 
 
+@lru_cache(maxsize=1)
 def inputs(work: Workload) -> tuple[CacheLayout, Rows, dict[str, Array]]:
     config = ModelConfig.from_file(RELEASED)
     sequences = work.rows if work.decode else 1
@@ -128,6 +135,13 @@ def one_layer(
     return compressed, index, window, pairs, latent
 
 
+def empty_caches(layout: CacheLayout, layers: int) -> tuple[Array, Array, Array, Array]:
+    """Zeroed compressed, index, window of so many layers, and compressor."""
+    empty: EngineState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), layout.abstract())
+    window = jnp.zeros((layers, *empty.window.shape[1:]), empty.window.dtype)
+    return empty.compressed, empty.index, window, empty.compressor
+
+
 def many(
     work: Workload, layout: CacheLayout, calls: int, run: Callable[..., Any], shared: bool
 ) -> Callable[[Rows, dict[str, Array]], Array]:
@@ -138,11 +152,7 @@ def many(
 
     @jax.jit
     def program(rows: Rows, a: dict[str, Array]) -> Array:
-        empty: EngineState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), layout.abstract())
-        made = a["key"].shape[0]
-        window = jnp.zeros((LAYERS, *empty.window.shape[1:]), empty.window.dtype)
-        start = (empty.compressed, empty.index, window, empty.compressor, jnp.zeros((made, 512), BF16))
-
+        start = (*empty_caches(layout, LAYERS), jnp.zeros((a["key"].shape[0], 512), BF16))
         cos_sin = rotation(layout.config, True, rows.position)
 
         def body(i: Array, state: Any) -> Any:
@@ -176,5 +186,100 @@ def measure(work: Workload) -> dict[str, Any]:
     return row
 
 
+# ---- peers ----
+
+
+def wanted(work: Workload) -> tuple[np.ndarray, ...]:
+    """What the reference leaves of empty caches after one layer: those that it writes, decoded (see `decoded`)."""
+    layout, rows, arrays = inputs(work)
+
+    @jax.jit
+    def layer(rows: Rows, a: dict[str, Array]) -> Any:
+        state = (*empty_caches(layout, 1), jnp.zeros((a["key"].shape[0], 512), BF16))
+        cos_sin = rotation(layout.config, True, rows.position)
+        return one_layer(work, layout, "reference", jnp.int32(0), rows, cos_sin, a, state)
+
+    compressed, index, window, pairs, _ = layer(rows, arrays)
+    return decoded(work, layout, compressed, index, window, pairs)
+
+
+def decoded(work: Workload, layout: CacheLayout, *caches: Any) -> tuple[np.ndarray, ...]:
+    """fp32 of the window alone, or of compressed, index, window and, of a pooled source, pairs, in that order."""
+    formats = layout.formats
+    codecs = (formats.compressed, formats.index, formats.window)
+    values = [
+        np.asarray(jax.jit(codec.decode)(jnp.asarray(cache)).reshape(-1, 512 if codec is not formats.index else 128))
+        for codec, cache in zip(codecs, caches, strict=False)
+        if work.source is not None or codec is formats.window
+    ]
+    if work.source is not None and layout.config.kv_source_ratios[work.source] > 1:
+        values.append(np.asarray(caches[3]).reshape(-1, 2, 512))
+    return tuple(values)
+
+
+def torch_layer(torch: Any, device: str, work: Workload, compile_it: bool) -> Callable[[], tuple[Any, ...]]:
+    """A layer's writes of the bench's rows into flat caches of their own, compressed, index, window and pairs."""
+    layout, rows, arrays = inputs(work)
+    c, source = layout.config, work.source
+    ratio = 1 if source is None else c.kv_source_ratios[source]
+    sizes = peer.Sizes(
+        source=source,
+        ratio=ratio,
+        ordinal=c.pooled_sources.index(source) if source in c.pooled_sources else 0,
+        decode=work.decode,
+        tile=rows.tile,
+        slots=layout.num_slots,
+        window_ring=c.window_ring,
+        pair_ring=c.compressor_ring,
+        first=0 if source is None else layout.source_offset[source],
+        per_block=layout.block_size // ratio,
+        rows_per_block=layout.rows_per_block,
+        eps=c.rms_norm_eps,
+    )
+    names = [field.name for field in dataclasses.fields(peer.Rows)]
+    own = {name: torch_of(torch, getattr(rows, name), device) for name in names}
+    numbers = peer.Rows(**{name: x if x.dtype == torch.bool else x.long() for name, x in own.items()})
+    a = {name: torch_of(torch, x, device) for name, x in arrays.items()}
+    a |= {"kv_norm": a["kv_norm"][0], "norm": a["norm"][source or 0], "key_norm": a["key_norm"][source or 0]}
+    a["frequencies"] = torch_of(torch, inverse_frequencies(c, True), device)
+    caches: dict[str, Any] = {}
+    for name, empty in zip(("compressed", "index", "window", "pairs"), empty_caches(layout, 1), strict=True):
+        inner = empty.shape[-2:] if name == "pairs" else empty.shape[-1:]
+        records = empty.size // int(np.prod(inner))
+        kind = torch.float32 if name == "pairs" else torch.uint8
+        caches[name] = torch.zeros(records + 1, *inner, dtype=kind, device=device)
+
+    def written() -> tuple[Any, ...]:
+        return tuple(flat[:-1] for flat in caches.values())
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        whole = partial(function, torch, sizes)
+        return compiled(torch, whole) if compile_it else whole
+
+    if source is None:
+        shared = peer.window_places(torch, sizes, a, numbers)
+        store = of(peer.store_window)
+        return lambda: (store(caches, a, numbers, *shared), written())[1]
+    layer = of(peer.store_layer)
+    return lambda: (layer(caches, a, numbers), written())[1]
+
+
+def peers(work: Workload) -> tuple[Peer, ...]:
+    @cache
+    def exact() -> tuple[np.ndarray, ...]:
+        return wanted(work)
+
+    def error(caches: tuple[np.ndarray, ...]) -> float:
+        return difference(decoded(work, inputs(work)[0], *caches), exact())
+
+    def made(name: str, compile_it: bool) -> Peer:
+        omits = "nothing, and computes every call on the same rows"
+        omits += " and writes them into the same layer" if work.source is None else ""
+        prepare = partial(torch_layer, work=work, compile_it=compile_it)
+        return torch_peer(name, omits, prepare, error, PEER_BOUND)
+
+    return made("torch.compile of the formulas", True), made("torch, operation by operation", False)
+
+
 if __name__ == "__main__":
-    main(__doc__, WORKLOADS, measure)
+    main(__doc__, WORKLOADS, measure, peers)

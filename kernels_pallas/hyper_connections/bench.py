@@ -3,29 +3,38 @@
 Random streams and mixing weights in the released shapes. Sites are enqueued back to back inside one program, each on
 what the one before leaves, so that streams may lie in the L2 cache as in a model. A site is so short that the host's
 launches take longer than the launches themselves: `kernel_us` is the time of the GPU alone, all kernels of a site
-added up. No library has this operation: its peer (`--peers`) is the same formula compiled by PyTorch.
+added up. Choices that are not the tuned ones are measured by `--tuning '{"warpgroups": 1, "chunks": [32]}'`, the fields
+of `config.Tuning`. No library has this operation: its peers (`--peers`) are the same formula in PyTorch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import profiler
 
 from di_jax.model.config import ModelConfig
-from kernels_pallas.benchmark import RELEASED, main, measured, seconds
+from kernels_pallas.benchmark import RELEASED, main, measured, need_kernels, seconds
 from kernels_pallas.hopper import KERNEL
 from kernels_pallas.hyper_connections import api
-from kernels_pallas.peers import Peer, torch_peer, torch_site
+from kernels_pallas.hyper_connections.config import Tuning
+from kernels_pallas.peers import Peer, compiled, difference, torch_of, torch_peer, torch_site
 
 LAYERS, CALLS = 4, 24
 CONFIG = ModelConfig.from_file(RELEASED)
+CONSTANTS: dict[str, Any] = {
+    "iterations": CONFIG.hc_sinkhorn_iters,
+    "eps": CONFIG.hc_eps,
+    "rms_eps": CONFIG.rms_norm_eps,
+}
+PEER_BOUND = 0.01  # of a peer's results, root mean square; streams that round to another bf16 are 0.002
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Workload:
 WORKLOADS = tuple(Workload(rows) for rows in (8, 64, 256, 1024))
 
 
+@lru_cache(maxsize=1)
 def inputs(work: Workload) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """(y, streams, post, comb, pre), what a site changes; and the stacks of weights."""
     rows, hc, dim, mixes = work.rows, CONFIG.hc_mult, CONFIG.hidden_size, CONFIG.n_mixes
@@ -76,15 +86,17 @@ def inputs(work: Workload) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     return jax.block_until_ready((carry, weights))
 
 
-def chain(implementation: str) -> Callable[..., tuple[Array, ...]]:
-    """`CALLS` sites in a row in one program, two in the body of a loop: the second writes where the first has read."""
-    site = partial(
-        api.fused_site,
-        iterations=CONFIG.hc_sinkhorn_iters,
-        eps=CONFIG.hc_eps,
-        rms_eps=CONFIG.rms_norm_eps,
-        implementation=implementation,
-    )
+def chain(implementation: str, tuning: Tuning | None = None) -> Callable[..., tuple[Array, ...]]:
+    """`CALLS` sites in a row in one program, two in the body of a loop: the second writes where the first has read.
+
+    tuning: of the kernel, by this choice instead of the tuned one; UnsupportedShape where it cannot run.
+    """
+    site: Callable[..., tuple[Array, ...]] = partial(api.fused_site, **CONSTANTS, implementation=implementation)
+    if tuning is not None:
+        need_kernels()
+        from kernels_pallas.hyper_connections import mosaic_gpu_sm90
+
+        site = partial(mosaic_gpu_sm90.fused_site, **CONSTANTS, tuning=tuning)
 
     @jax.jit
     def run(carry: tuple[Array, ...], weights: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -101,35 +113,57 @@ def chain(implementation: str) -> Callable[..., tuple[Array, ...]]:
 
 
 def measure(work: Workload) -> dict[str, Any]:
-    arrays = inputs(work)
-    runs = {name: chain(name) for name in (KERNEL, "reference")}
-    row = measured(work, {name: partial(seconds, run, arrays, CALLS) for name, run in runs.items()})
+    return times(work, {name: partial(chain, name) for name in (KERNEL, "reference")})
+
+
+def measure_tuning(work: Workload, fields: dict[str, Any]) -> dict[str, Any]:
+    """Raises TypeError or ValueError for what no `Tuning` can have; the row tells of one that does not divide D."""
+    tuning = Tuning(**fields | ({"chunks": tuple(fields["chunks"])} if "chunks" in fields else {}))
+    if CONFIG.hidden_size % tuning.channels or CONFIG.hidden_size // tuning.channels % 8:
+        why = f"{tuning.channels} channels a CTA do not split {CONFIG.hidden_size} into a multiple of 8 CTAs"
+        return measured(work, {}) | {KERNEL: why}
+    return times(work, {KERNEL: partial(chain, KERNEL, tuning)})
+
+
+def times(work: Workload, runs: dict[str, Callable[[], Callable[..., Any]]]) -> dict[str, Any]:
+    """A row of the programs that `runs` make, by name."""
+    arrays, programs = inputs(work), {name: cache(make) for name, make in runs.items()}
+
+    def taken(make: Callable[[], Callable[..., Any]]) -> float:
+        return seconds(make(), arrays, CALLS)
+
+    row = measured(work, {name: partial(taken, make) for name, make in programs.items()})
     if jax.default_backend() == "gpu":
-        for name, run in runs.items():
+        for name, make in programs.items():
             if isinstance(row[name], dict):
-                _, milliseconds = profiler.measure(run)(*arrays)
+                _, milliseconds = profiler.measure(make())(*arrays)
                 row[name]["kernel_us"] = (milliseconds or 0.0) * 1e3 / CALLS
     return row
 
 
 def peers(work: Workload) -> tuple[Peer, ...]:
-    rows, hc, dim, mixes = work.rows, CONFIG.hc_mult, CONFIG.hidden_size, CONFIG.n_mixes
-    constants: dict[str, Any] = {"iterations": CONFIG.hc_sinkhorn_iters, "eps": CONFIG.hc_eps}
+    @cache
+    def exact() -> tuple[Array, ...]:
+        return jax.jit(partial(api.fused_site, 0, **CONSTANTS, implementation="reference"))(
+            *inputs(work)[0], *inputs(work)[1]
+        )
 
-    def prepare(torch: Any, device: str) -> Callable[[], Any]:
-        def normal(*shape: int, dtype: Any = torch.float32) -> Any:
-            return torch.randn(*shape, device=device).to(dtype)
+    def error(results: tuple[np.ndarray, ...]) -> float:
+        return difference(results, exact())
 
-        carried = normal(rows, dim, dtype=torch.bfloat16), normal(rows, hc, dim, dtype=torch.bfloat16)
-        mixed = 2 * normal(rows, hc).sigmoid(), normal(rows, hc, hc).softmax(-1), normal(rows, hc).sigmoid()
-        weights = normal(mixes, hc * dim) * 0.02, normal(mixes), 1 + 0.3 * normal(3)
-        norm_weight = (1 + 0.1 * normal(dim)).to(torch.bfloat16)
-        arrays = (*carried, *mixed, *weights, norm_weight)
-        compiled = torch.compile(partial(torch_site, torch, **constants, rms_eps=CONFIG.rms_norm_eps))
-        return lambda: compiled(arrays)
+    def prepare(torch: Any, device: str, compile_it: bool) -> Callable[[], Any]:
+        carry, weights = inputs(work)
+        arrays = tuple(torch_of(torch, x, device) for x in (*carry, *(stack[0] for stack in weights)))
+        site: Callable[..., Any] = partial(torch_site, torch, **CONSTANTS)
+        run = compiled(torch, site) if compile_it else site
+        return lambda: run(arrays)
 
-    return (torch_peer("torch.compile of the formula", "nothing, and computes every call on the same arrays", prepare),)
+    omits = "nothing, and computes every call on the same arrays"
+    return tuple(
+        torch_peer(name, omits, partial(prepare, compile_it=compile_it), error, PEER_BOUND)
+        for name, compile_it in (("torch.compile of the formula", True), ("torch, operation by operation", False))
+    )
 
 
 if __name__ == "__main__":
-    main(__doc__, WORKLOADS, measure, peers)
+    main(__doc__, WORKLOADS, measure, peers, measure_tuning=measure_tuning)

@@ -24,8 +24,7 @@ THREADS = 128
 MATRIX = (64, 128)  # of bfloat16 in shared memory, as WGMMA reads it
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 MATRIX_BYTES, TILE_ROW_BYTES, TILE_BYTES = 64 * 128 * 2, 8 * 128 * 2, 8 * 64 * 2
-CHANNELS = 512  # in MATRICES
-MATRICES = 4
+MATRICES = 4  # hold 512 channels
 
 
 def call(
@@ -170,10 +169,12 @@ class RegisterLanes:
             address = self._address(ref, record, constant(offset) + further)
             utils.inline_ptx("prefetch.global.L2 [$0];", address, predicate=condition)
 
-    def store_output(self, ref: Any, row: Word, half: Word, head: Word, chunk: Word, words: Sequence[Word]) -> None:
-        """16 bytes: chunk 0..31 in a half of the channels of a head; ref [rows, heads, 512] bfloat16."""
+    def store_output(
+        self, ref: Any, row: Word, part: Word, head: Word, chunk: Word, words: Sequence[Word], width: int
+    ) -> None:
+        """16 bytes: a chunk in a part of `width` channels of a head; ref [rows, heads, 512] bfloat16."""
         heads = ir.MemRefType(ref.type).shape[1]
-        address = self._address(ref, row * heads + head, half * 512 + chunk * 16)
+        address = self._address(ref, row * heads + head, part * (2 * width) + chunk * 16)
         values = [w.value for w in words]
         utils.inline_ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *values)
 
@@ -246,18 +247,17 @@ class ArrayLanes:
         self.stores: list[tuple[Array, Array, Array]] = []  # row, first column, words [4, 128]
 
     def finish(self) -> None:
-        """Stores of a call fill rows and columns of one region: four matrices, or half of a row's output."""
+        """Stores of a call fill rows and columns of one region: four matrices, or a part of a row's output."""
         if not self.stores:
             return
         rows, columns, words = (jnp.concatenate(x, axis=-1) for x in zip(*self.stores, strict=True))
         values = lax.bitcast_convert_type(words.T, jnp.bfloat16).reshape(-1, 8)
         at = rows[:, None], columns[:, None] + jnp.arange(8, dtype=jnp.uint32)
-        ref, first, half = self.destination
+        ref, first, part, width = self.destination
         first = first.astype(jnp.int32)
-        if half is not None:
-            width = CHANNELS // 2
+        if part is not None:
             block = jnp.zeros((ref.shape[1], width), jnp.bfloat16).at[at].set(values)
-            ref[first, :, pl.ds(half.astype(jnp.int32) * width, width)] = block
+            ref[first, :, pl.ds(part.astype(jnp.int32) * width, width)] = block
             return
         block = jnp.concatenate([ref[first + i] for i in range(MATRICES)], axis=1).at[at].set(values)
         for i, matrix in enumerate(jnp.split(block, MATRICES, axis=1)):
@@ -284,13 +284,13 @@ class ArrayLanes:
         return raw[jnp.broadcast_to(record, THREADS)[:, None], at]
 
     def store_output(
-        self, ref: Any, row: Array, half: Array, head: Array, chunk: Array, words: Sequence[Array]
+        self, ref: Any, row: Array, part: Array, head: Array, chunk: Array, words: Sequence[Array], width: int
     ) -> None:
-        self.destination = ref, row, half
+        self.destination = ref, row, part, width
         self.stores.append((head, chunk * 8, jnp.stack(words)))
 
     def matrix_address(self, ref: Any, first: Array | int, row: Array, place: Array | int, chunk: Array) -> Any:
-        self.destination = ref, jnp.uint32(first), None
+        self.destination = ref, jnp.uint32(first), None, 0
         return row, jnp.broadcast_to(jnp.uint32(place) * 64 + chunk * 8, THREADS)
 
     def store_matrix(self, ref: Any, at: Any, further: int, words: Sequence[Array]) -> None:

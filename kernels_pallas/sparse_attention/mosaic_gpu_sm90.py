@@ -11,6 +11,9 @@ that suits it: two nibbles 16 bits apart become a register, and the four 16-byte
 64 columns. The query is put into that order on its way in, the output is put back on its way out, where the inverse
 rotation is applied too. Expanded keys are 2^-40 times their value, which keeps the exponent arithmetic inside bfloat16;
 both products undo it.
+
+Where rows are too few for all multiprocessors, blocks of threads share a row: each takes some of its tiles and leaves
+the sum of its values, not yet divided, with its peak and total. `output.join`, a second launch, puts them together.
 """
 
 from __future__ import annotations
@@ -32,12 +35,11 @@ from di_jax.model.rows import Rows
 from kernels_pallas.mosaic import stably_named
 from kernels_pallas.sparse_attention import lanes as lane_code
 from kernels_pallas.sparse_attention.config import SparseAttentionConfig
+from kernels_pallas.sparse_attention.output import CHANNELS, HEADS, SHRINK, join, store_output
 
-HEADS, CHANNELS = 64, 512
 KEYS = 64  # of a tile
 SLOTS = 2  # tiles in flight
 UNIT = (32, 9)  # words of values, and of scales and a mask, that a thread reads at once: 32 window keys or 64 entries
-SHRINK = 40
 MATRICES = lane_code.MATRICES  # of 128 columns hold 512 channels
 LOG2E = math.log2(math.e)
 # Mosaic GPU refuses operands that do not begin at a multiple of 256 bytes, and XLA gives it slices in place. So stacks
@@ -185,35 +187,6 @@ def fetch_ahead(
             lanes.prefetch(others[-1], entry, 0, 288, lanes.less(lanes.where(near, NONE, entry), 1 << 31))
 
 
-def store_output(lanes: Any, refs: Sequence[Any], scalars: Sequence[Any], _: Any, halves: Any) -> None:
-    """One half of the channels of a row's output, back in their order, the last 64 rotated by minus the position."""
-    (cos, sin, output), (row, half) = refs, scalars
-    lane = lanes.thread & 31
-    quarter, odd, upper = lane & 3, lane & 1, lane & 2
-    odd, upper = lanes.negative(odd << 31), lanes.negative(upper << 30)
-    for column in range(8):
-        rotated = column >= 6  # channels 448.. are chunks 4 j + c of j = 14, 15
-        if rotated:
-            here = lanes.less(half, 1)
-            at = (quarter + 4 * (column - 6)) * 16
-            cosine = [lanes.where(here, 0x3F800000, x) for x in lanes.load(cos, row, at, 4)]
-            sine = [lanes.where(here, 0, x) for x in lanes.load(sin, row, at, 4)]
-        for below in range(2):
-            # Thread q of four holds word q of four chunks and wants the four words of chunk q: a 4 x 4 transpose.
-            w = [lanes.accumulated(halves[c // 2], below, 8 * (c % 2) + column) for c in range(4)]
-            for distance, side in ((1, odd), (2, upper)):
-                for low in (0, 1) if distance == 2 else (0, 2):
-                    high = low + distance
-                    mine = lanes.where(side, w[low], w[high])
-                    other = lanes.exchange(mine, distance)
-                    w[low], w[high] = lanes.where(side, other, w[low]), lanes.where(side, w[high], other)
-            pairs = [lanes.permute(x, y, s) for s in (0x5410, 0x7632) for x, y in ((w[0], w[1]), (w[2], w[3]))]
-            if rotated:
-                pairs = [lanes.rotate(p, x, y) for p, x, y in zip(pairs, cosine, sine, strict=True)]
-            head = (lanes.thread >> 5) * 16 + (lane >> 2) + 8 * below
-            lanes.store_output(output, row, half, head, quarter + 4 * column, pairs)
-
-
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
@@ -251,30 +224,51 @@ def attend(
 
     query [T, 64, 512] bfloat16; index int32 [T, n], n a multiple of 64: records of the layer in `window` and of `fresh`
     behind them in the first 64 `window_tiles` places, of the pool in the others, -1 = none; tiles int32 [T], how many
-    tiles of a row are taken, 0 as one; layer int32 [LAYER_COPIES], all the same; window uint8 [layers, ..., 528], fresh
-    uint8 [rows, 528] or None, pool uint8 [..., 288] or None; sink fp32 [layers, 64]; cos, sin fp32 [T, 32].
+    tiles of a row are taken (0 as one, if it has no splits); layer int32 [LAYER_COPIES], all the same; window uint8
+    [layers, ..., 528], fresh uint8 [rows, 528] or None, pool uint8 [..., 288] or None; sink fp32 [layers, 64]; cos, sin
+    fp32 [T, 32].
     """
-    rows = query.shape[0]
-    blocks = min(config.blocks, rows)
+    rows, most_tiles = query.shape[0], index.shape[1] // KEYS
+    splits = config.splits(rows, most_tiles)
+    split = splits > 1
+    # A block has one split and no second: nothing is fetched ahead, and where a row has fewer tiles it does nothing.
+    blocks = rows * splits if split else min(config.blocks, rows)
     ring_records = math.prod(window.shape[1:-1])
     factor = scale * LOG2E * 2.0**SHRINK
     simulated = interpret is not None
+    width = lane_code.MATRIX[1]
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
+    optional = [x for x in (fresh, pool) if x is not None]
+    rotation = () if split else (cos, sin)
+    inputs = (query, index, tiles, layer, window, *optional, sink, *rotation)
+
     def body(*refs: Any) -> None:
-        query_ref, index_ref, tiles_ref, layer_ref, window_ref, *optional, sink_ref, cos_ref, sin_ref = refs[:-11]
-        out_ref, q, k, p, alpha_ref, norm_ref, full, ready, free, normed, taken = refs[-11:]
-        fresh_refs = optional[:1] if fresh is not None else []
-        pool_refs = optional[-1:] if pool is not None else []
+        outputs, scratch = refs[len(inputs) : -10], refs[-10:]
+        query_ref, index_ref, tiles_ref, layer_ref, window_ref, *others = refs[: len(inputs)]
+        optional_refs, (sink_ref, *rotation_refs) = others[: len(optional)], others[len(optional) :]
+        q, k, p, alpha_ref, norm_ref, full, ready, free, normed, taken = scratch
+        fresh_refs = optional_refs[:1] if fresh is not None else []
+        pool_refs = optional_refs[-1:] if pool is not None else []
         block, group = lax.axis_index("block"), lax.axis_index("group")
         own_rows = (rows - block + blocks - 1) // blocks
+        if split and not simulated:
+            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()  # of `join`, which waits for all that is written here
 
         def each_row(step: Any, start: Any) -> Any:
-            """Runs step(row, tiles, carry) for the rows of this block."""
+            """Runs step(i, row, begin, end, carry) for the rows of this block, or its part of one, and their tiles."""
+            if split:
+                # Shorter parts come first: a tile of the window is two units to read, one of entries is one.
+                row, number = lax.div(block, splits), lax.rem(block, splits)
+                begin, end = (lax.div((number + i) * most_tiles, splits) for i in range(2))
+                end = jnp.maximum(jnp.minimum(end, tiles_ref[row]), begin)
+                return step(jnp.int32(0), row, begin, end, start)
 
             def one(i: Array, carry: Any) -> Any:
                 row = block + i * blocks
-                return step(i, row, jnp.maximum(tiles_ref[row], 1), carry)  # what is fetched ahead is the next row's
+                # What is fetched ahead is the next row's.
+                return step(i, row, 0, jnp.maximum(tiles_ref[row], 1), carry)
 
             return lax.fori_loop(0, own_rows, one, start)
 
@@ -294,7 +288,7 @@ def attend(
             plgpu.set_max_registers(config.registers[0], action="decrease")
             first = plgpu.load(sink_ref.at[layer_ref[0]], layout=row_layout, optimized=False) * LOG2E
 
-            def one_row(i: Array, row: Array, count: Array, done: Array) -> Array:
+            def one_row(i: Array, row: Array, begin: Any, end: Array, done: Array) -> Array:
                 run(load_query, (query_ref, q), scalars=(row,))
                 plgpu.commit_smem()
 
@@ -331,8 +325,14 @@ def attend(
                     plgpu.barrier_arrive(ready.at[slot])
                     return higher, total, done + 1
 
-                one = plgpu.layout_cast(jnp.full((HEADS,), 1.0, jnp.float32), row_layout)  # the sink's own weight
-                _, total, done = lax.fori_loop(0, count, one_tile, (first, one, done))
+                # The sink's own weight, which counts in the first split alone. Peaks of all begin with the sink.
+                own = jnp.where(begin == 0, 1.0, 0.0) if split else 1.0
+                own = plgpu.layout_cast(jnp.full((HEADS,), own, jnp.float32), row_layout)
+                peak, total, done = lax.fori_loop(begin, end, one_tile, (first, own, done))
+                if split:
+                    outputs[1][block, 0] = peak
+                    outputs[1][block, 1] = total
+                    return done
 
                 @pl.when(i > 0)
                 def _last_is_taken() -> None:
@@ -344,6 +344,8 @@ def attend(
                 return done
 
             drain(each_row(one_row, jnp.int32(0)))
+            if split:
+                return
 
             @pl.when(own_rows > 0)
             def _all_are_taken() -> None:
@@ -359,11 +361,13 @@ def attend(
                     lanes, refs, scalars, window_tiles * KEYS, index.shape[1], ring_records, config.records_ahead
                 )
 
-            def one_row(_i: Array, row: Array, count: Array, done: Array) -> Array:
-                @pl.when(row + blocks < rows)
-                def _fetch() -> None:
-                    before = layer_ref[0] * ring_records if config.records_ahead else 0
-                    run(ahead, (query_ref, index_ref, window_ref, *pool_refs), scalars=(row + blocks, half, before))
+            def one_row(_i: Array, row: Array, begin: Any, end: Array, done: Array) -> Array:
+                if not split:
+
+                    @pl.when(row + blocks < rows)
+                    def _fetch() -> None:
+                        before = layer_ref[0] * ring_records if config.records_ahead else 0
+                        run(ahead, (query_ref, index_ref, window_ref, *pool_refs), scalars=(row + blocks, half, before))
 
                 def one_tile(_: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                     left, right, done = carry
@@ -380,13 +384,17 @@ def attend(
                     return left, right, done + 1
 
                 zero = plgpu.layout_cast(jnp.zeros(lane_code.MATRIX, jnp.float32), plgpu.Layout.WGMMA)
-                left, right, done = lax.fori_loop(0, count, one_tile, (zero, zero, done))
+                left, right, done = lax.fori_loop(begin, end, one_tile, (zero, zero, done))
+                if split:
+                    for i, sums in enumerate((left, right)):
+                        outputs[0][block, :, pl.ds((2 * half + i) * width, width)] = sums
+                    return done
                 plgpu.barrier_wait(normed)
                 norm = plgpu.load(norm_ref, layout=row_layout)
                 plgpu.barrier_arrive(taken)
                 norm = lax.broadcast_in_dim(norm, left.shape, [0])
                 results = (left * norm, right * norm)
-                run(store_output, (cos_ref, sin_ref, out_ref), scalars=(row, half), accumulators=results)
+                run(store_output, (*rotation_refs, *outputs), scalars=(row, half), accumulators=results)
                 return done
 
             each_row(one_row, jnp.int32(0))
@@ -414,17 +422,25 @@ def attend(
                 far = partial(run, gather_compressed, pool_refs, words=(entries,), results=UNIT)
                 return lax.cond(unit < 2 * window_tiles, near, far)
 
-            def one_row(_: Array, row: Array, count: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-                units = count + jnp.minimum(count, window_tiles)
+            def first_unit(tile: Array) -> Array:
+                return tile + jnp.minimum(tile, window_tiles)  # a tile of the window is two units
+
+            def one_row(_: Array, row: Array, begin: Any, end: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                units = first_unit(end)
 
                 def one_unit(unit: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                     """Reads the next unit's records and the entries of the one after it, then expands this one."""
                     done, entries, *read = carry
                     slot = lax.rem(done, SLOTS)
-                    following = gather(jnp.where(unit + 1 < units, unit + 1, 0), entries)
-                    later = unit + 2
-                    inside = later < units
-                    entries = entries_of(jnp.where(inside, row, row + blocks), jnp.where(inside, later, later - units))
+                    if split:  # nothing follows the last unit: its own words are passed on, and nobody uses them
+                        following = lax.cond(unit + 1 < units, partial(gather, unit + 1, entries), lambda: read)
+                        entries = entries_of(row, unit + 2)
+                    else:
+                        following = gather(jnp.where(unit + 1 < units, unit + 1, 0), entries)
+                        later = unit + 2
+                        inside = later < units
+                        its_row = jnp.where(inside, row, row + blocks)
+                        entries = entries_of(its_row, jnp.where(inside, later, later - units))
                     near = unit < 2 * window_tiles
                     part = jnp.where(near, lax.rem(unit, 2), 0)
 
@@ -451,18 +467,27 @@ def attend(
 
                     return (done + last.astype(jnp.int32), entries, *following)
 
-                return lax.fori_loop(0, units, one_unit, carry)
+                if not split:
+                    return lax.fori_loop(0, units, one_unit, carry)
+                unit = first_unit(begin)
+                carry = (zero, entries_of(row, unit + 1), *gather(unit, entries_of(row, unit)))
+                return lax.fori_loop(unit, units, one_unit, carry)
 
             zero = jnp.int32(0)
-            start = (zero, entries_of(block, jnp.int32(1)), *gather(zero, entries_of(block, zero)))
+            start: tuple[Array, ...] = ()
+            if not split:
+                start = (zero, entries_of(block, jnp.int32(1)), *gather(zero, entries_of(block, zero)))
             drain(each_row(one_row, start)[0])
 
     def shared(*shape: int) -> Any:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=lane_code.TILED)
 
+    results: Any = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    if split:
+        results = [jax.ShapeDtypeStruct((blocks, *shape), jnp.float32) for shape in ((HEADS, CHANNELS), (2, HEADS))]
     kernel = plgpu.kernel(
         body if interpret else stably_named(body),
-        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        out_type=results,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=4,
@@ -483,8 +508,10 @@ def attend(
         kernel_name="sparse_attention",
         interpret=interpret,
     )
-    optional = [x for x in (fresh, pool) if x is not None]
-    return kernel(query, index, tiles, layer, window, *optional, sink, cos, sin)
+    if not split:
+        return kernel(*inputs)
+    sums, peaks = kernel(*inputs)
+    return join(sums, peaks, cos, sin, interpret=interpret)
 
 
 # --- the operation ----------------------------------------------------------------------------------------------------

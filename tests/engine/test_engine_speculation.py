@@ -245,6 +245,14 @@ def test_right_drafts_save_steps(model: Speculating, asynchronous: bool) -> None
     assert (sequence.drafted, sequence.verified) == (35, 32)
     metrics = request.metrics()
     assert metrics["accepted_tokens"] == 32 and 0 <= (metrics["confidence_error"] or 0) <= 1
+    names = ("accept_rate", "accepted_length", "verified_length")
+    means = 32 / 32, 1 + 32 / 7, 32 / 7  # six steps of five drafts, one of two
+    assert tuple(metrics[name] for name in names) == means
+    assert tuple(getattr(engine.metrics.drafts, name) for name in names) == means
+    short = engine.add_request(ids(20, 4, 500), dataclasses.replace(GREEDY, max_tokens=1))
+    drain(engine)
+    assert [short.metrics()[name] for name in names] == [None] * 3, "it ends before anything is verified"
+    assert tuple(getattr(engine.metrics.drafts, name) for name in names) == means
 
 
 @SLOW

@@ -95,6 +95,7 @@ def test_every_number_is_rendered_under_its_name(busy: EngineMetrics) -> None:
     assert found["vllm:spec_decode_num_draft_tokens_total",] == 10
     assert found["di_jax:spec_decode_num_verified_tokens_total",] == 8
     assert found["vllm:spec_decode_num_accepted_tokens_total",] == 4 and found["di_jax:draft_accept_rate",] == 0.5
+    assert found["di_jax:draft_accepted_length",] == 1 + 4 / 2 and found["di_jax:draft_verified_length",] == 8 / 2
     assert found["di_jax:draft_confidence_error",] == pytest.approx(0.6 / 8)
     by_place = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", ("position", str(k))] for k in range(3)]
     assert by_place == [2, 1, 1]

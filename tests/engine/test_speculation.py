@@ -707,7 +707,7 @@ def test_what_is_behind_a_stop_goes() -> None:
     ended, table = booked([[51, 52, 53, 54], [51, 52, 53]], stops, runs, verified=[3, 2])
     assert ended == [stops] and stops.output_ids == [77, 51, 52] and stops.finish_reason == "stop"
     assert runs.output_ids == [77, 51, 52, 53]
-    assert (stops.drafted, stops.verified, stops.accepted, stops.decode_steps) == (3, 3, 3, 1)
+    assert (stops.drafted, stops.verified, stops.accepted, stops.decode_steps, stops.draft_steps) == (3, 3, 3, 1, 1)
     assert (runs.drafted, runs.verified, runs.accepted, runs.confidence_error) == (3, 2, 2, 0.5)
     (slot,) = table.ready().tolist()
     assert table.sequences[slot] is runs

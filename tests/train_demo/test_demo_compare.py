@@ -16,10 +16,12 @@ from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from scripts.train_demo import compare
+from scripts.train_demo.__main__ import ENDS, OPTIONS
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.average import average, cool
 from scripts.train_demo.compare import masters, rounding
 from scripts.train_demo.curriculum import Clock
+from scripts.train_demo.evaluate import GATES
 from scripts.train_demo.export import export
 from scripts.train_demo.parameters import builder, from_checkpoint, initial
 from scripts.train_demo.perplexity import measure
@@ -128,7 +130,8 @@ def test_perplexity_is_of_the_weights_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "moved"), [("bundled", 0.08), ("third-stretch", 0.08), ("nvidia-h200", 0.08), ("both-forms-cpu", 0.05)]
+    ("name", "moved"),
+    [("bundled", 0.08), ("third-stretch", 0.08), ("command-nvidia-h200", 0.08), ("both-forms-cpu", 0.05)],
 )
 def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name: str, moved: float) -> None:
     """e2m1 rounds evenly spread weights by 0.1; few steps on from values of the formats it is less."""
@@ -142,15 +145,13 @@ def test_kept_comparisons_are_of_masters_between_the_values_of_the_formats(name:
 
 
 def test_an_export_costs_three_percent_at_most() -> None:
-    """The bundled weights and float32 masters that every second step saw, within it in both directions; float32
-    masters of trainings that end with less held out than they began with, which gain by it.
+    """In both directions: of the bundled weights, of what the command trains from nothing, and of 241 steps more.
 
     The third stretch's end, which knows its texts by heart, is not what is bundled: it costs that one 4%.
     """
-    gain = {"command-nvidia-h200": 0.93, "every-second-nvidia-h200": 0.9, "every-fourth-nvidia-h200": 0.9}
-    for name, least in ({"bundled": 0.97, "both-forms-cpu": 0.97, "nvidia-h200": 0.9} | gain).items():
+    for name in ("bundled", "command-nvidia-h200", "both-forms-cpu"):
         kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))
-        assert all(least <= found["ratio"] <= 1.03 for found in kept["perplexity"].values()), name
+        assert all(abs(found["ratio"] - 1) <= 0.03 for found in kept["perplexity"].values()), name
 
 
 def test_the_bundled_export_is_the_one_that_was_evaluated() -> None:
@@ -171,25 +172,32 @@ def test_what_the_command_trains_is_compared_as_it_is_exported() -> None:
         seen = kept["seen"][name]
         assert found["tokens"] == seen["tokens"] == 60_000
         assert seen["masters"] < seen["quantized_export"] < found["masters"] / 2
+        assert found["ratio"] > 1  # nothing is gained by rounding
         assert found["ratio"] == pytest.approx(found["quantized_export"] / found["masters"], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bundled",
-        "third-stretch",
-        "nvidia-h200",
-        "command-nvidia-h200",
-        "every-second-nvidia-h200",
-        "every-fourth-nvidia-h200",
-        "both-forms-cpu",
-        "relearned-nvidia-h200",
-    ],
-)
+@pytest.mark.parametrize("name", ["bundled", "third-stretch", "command-nvidia-h200", "both-forms-cpu"])
 def test_the_readme_quotes_the_kept_comparisons(name: str) -> None:
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
     row = next(line for line in readme.splitlines() if line.startswith("|") and f"demo-masters-{name}.json" in line)
     kept = json.loads((RESULTS / f"demo-masters-{name}.json").read_text(encoding="utf-8"))["perplexity"]
     cells = [f"{f['masters']:.2f}, {f['quantized_export']:.2f}: {f['ratio'] - 1:+.1%}" for f in kept.values()]
     assert [cell.strip() for cell in row.split("|")[2:4]] == cells
+
+
+def test_the_command_from_nothing_met_the_gates() -> None:
+    """With its defaults: the trainings' whole lengths, and the evaluation of their average."""
+    run = json.loads((RESULTS / "train-demo-nvidia-h200.json").read_text(encoding="utf-8"))
+    minutes = {end: float(OPTIONS[end].split("--total-minutes ")[1].split()[0]) for end in ENDS}
+    assert (
+        all(run["trained"][end]["seconds"] >= 60 * minutes[end] for end in ENDS) and "--options" not in run["command"]
+    )
+    found, surprise = run["evaluation"]["tasks"], run["evaluation"]["perplexity"]
+    assert all(found[name] >= gate for name, gate in GATES.items())
+    assert surprise["english"] < surprise["english_five_gram_kneser_ney"] and surprise["tokens"]["english"] == 60_000
+    masters = json.loads((RESULTS / "demo-masters-command-nvidia-h200.json").read_text(encoding="utf-8"))
+    assert masters["trained"]["steps"] == sum(run["trained"][end]["steps"] for end in ENDS)
+    assert masters["trained"]["temperature"] == run["temperature"]
+    readme = " ".join((RESULTS.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert f"copy {found['copy']:.0%}, sort {found['sort']:.0%}, sums and differences {found['calc']:.0%}" in readme
+    assert f"English perplexity {surprise['english']:.2f} against" in readme

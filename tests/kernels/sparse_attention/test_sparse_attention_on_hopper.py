@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from di_jax.model.rope import rotation
 from di_jax.model.rows import Rows
 from kernels_pallas.hopper import KERNEL
 from kernels_pallas.sparse_attention import api
+from kernels_pallas.sparse_attention.config import SparseAttentionConfig, tuned
 
 pytestmark = NEEDS_HOPPER
 
@@ -43,7 +45,12 @@ TILE = 32
 TOLERANCE = 2.0**-7
 
 
-@partial(jax.jit, static_argnames=("layout", "source", "implementation"))
+def tuned_to_split(tiles: int | None, device: str) -> SparseAttentionConfig:
+    """The device's choice, with rows split into parts of so many tiles, or with none."""
+    return dataclasses.replace(tuned(device), split_tiles=((10**6, tiles),) if tiles else ())
+
+
+@partial(jax.jit, static_argnames=("layout", "source", "implementation", "tiles"))
 def attend(
     layer: Array,
     query: Array,
@@ -56,11 +63,21 @@ def attend(
     layout: CacheLayout,
     source: int,
     implementation: str,
+    tiles: int | None,
 ) -> Array:
     cos_sin = rotation(layout.config, True, rows.position)
     arguments = (layer, query, step_kv, window, pool, selected, sink, cos_sin, rows, layout)
     scale = layout.config.head_dim**-0.5
-    return api.sparse_attention(*arguments, source=source, scale=scale, implementation=implementation)
+    with mock.patch.object(api, "tuned", partial(tuned_to_split, tiles)):
+        return api.sparse_attention(*arguments, source=source, scale=scale, implementation=implementation)
+
+
+def split_results(rows: int, tiles: int | None, window_only: bool) -> list[jax.ShapeDtypeStruct]:
+    """What the splits of rows leave to be joined."""
+    most = (WINDOW + (0 if window_only else TOP_K)) // 64
+    splits = tuned_to_split(tiles, "").splits(rows, most)
+    shapes = ((rows * splits, 64, 512), (rows * splits, 2, 64)) if splits > 1 else ()
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
 @dataclasses.dataclass
@@ -134,8 +151,12 @@ class Case:
         window_only: bool = False,
         caches: tuple[np.ndarray, np.ndarray] | None = None,
         step_kv: np.ndarray | None = None,
+        tiles: int | None = None,
     ) -> np.ndarray:
-        """The result of the first `rows`, those that are not valid left out; float32 inputs for the reference."""
+        """The result of the first `rows`, those that are not valid left out; float32 inputs for the reference.
+
+        tiles: of a split of a row; None: rows are not split.
+        """
         dtype = jnp.bfloat16 if implementation == KERNEL else jnp.float32
         window, pool = self.caches() if caches is None else caches
         fields = ("token", "image", "valid", "position", "sequence")
@@ -144,8 +165,8 @@ class Case:
         query, kv = (jnp.asarray(x[:rows].astype(ml_dtypes.bfloat16).astype(dtype)) for x in (self.query, kv))
         chosen = (None, None) if window_only else (jnp.asarray(pool), jnp.asarray(self.selected[:rows]))
         arguments = (jnp.int32(LAYER), query, kv, jnp.asarray(window), *chosen, jnp.asarray(self.sink), step)
-        poison_outputs(query)
-        out = attend(*arguments, layout=self.layout, source=self.source, implementation=implementation)
+        poison_outputs([query, *split_results(len(query), tiles, window_only)])
+        out = attend(*arguments, layout=self.layout, source=self.source, implementation=implementation, tiles=tiles)
         assert out.dtype == dtype
         return np.asarray(out)[self.valid[:rows]]
 
@@ -218,30 +239,59 @@ def test_window_only(make: Any) -> None:
     assert worst(mine, expected(make)).max() > 8, "the entries change something"
 
 
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("rows", [1, 7, 61, 130])
+def test_splits_of_decode(rows: int, tiles: int) -> None:
+    """Also where they are more blocks of threads than run at once, and where they have no tile of a short row."""
+    case = decode()
+    mine, valid = case.run(KERNEL, rows=rows, tiles=tiles), case.valid[:rows]
+    assert worst(mine, expected(decode)[: len(mine)]).max() <= 1
+    if rows > EMPTY:
+        np.testing.assert_array_equal(mine[valid[:EMPTY].sum()], 0)  # the sink alone
+    for _ in range(10):  # the second launch begins before the first has ended
+        assert_same_bits(case.run(KERNEL, rows=rows, tiles=tiles), mine)
+
+
 @pytest.mark.parametrize("make", [decode, prefill])
-def test_what_no_row_may_read_counts_nowhere(make: Any) -> None:
+def test_splits_of_the_window_alone(make: Any) -> None:
+    mine = make().run(KERNEL, window_only=True, tiles=1)
+    assert worst(mine, expected(make, window_only=True)).max() <= 1
+    assert_same_bits(make().run(KERNEL, window_only=True, tiles=1), mine)
+    assert_same_bits(make().run(KERNEL, window_only=True, tiles=2), make().run(KERNEL, window_only=True))
+
+
+def test_splits_of_prefill() -> None:
+    mine = prefill().run(KERNEL, tiles=3)
+    assert worst(mine, expected(prefill)).max() <= 1
+    assert_same_bits(prefill().run(KERNEL, tiles=3), mine)
+
+
+@pytest.mark.parametrize("tiles", [None, 1, 3])
+@pytest.mark.parametrize("make", [decode, prefill])
+def test_what_no_row_may_read_counts_nowhere(make: Any, tiles: int | None) -> None:
     """Other records, other layers, and the rows of the step that are not valid: bit by bit the same for any of them."""
     case = make()
     other = dataclasses.replace(case, poison=0x7E)  # the largest finite values and scales
     kv = np.where(case.valid[:, None], case.step_kv, np.nan)
-    assert_same_bits(other.run(KERNEL, step_kv=kv), case.run(KERNEL))
+    assert_same_bits(other.run(KERNEL, step_kv=kv, tiles=tiles), case.run(KERNEL, tiles=tiles))
 
 
+@pytest.mark.parametrize("tiles", [None, 3])
 @pytest.mark.parametrize("make", [decode, prefill])
-def test_every_record_counts(make: Any) -> None:
+def test_every_record_counts(make: Any, tiles: int | None) -> None:
     """Control: a scale of an entry, or of a window row, that a row of many keys reads moves that row out of its bound,
     and no row that does not read it."""
     case = make()
-    before = case.run(KERNEL)
+    before = case.run(KERNEL, tiles=tiles)
     window, pool = case.caches()
     many = int(np.argmax((case.selected >= 0).sum(axis=1) * case.valid))
     piece = next(p for p, f in zip(case.pieces, case.first) if f <= many < f + p.count)
     pool[page_of(case.layout, case.source, piece.blocks, int(case.selected[many].max()))][256] ^= 0x30  # a scale
-    changed = worst(case.run(KERNEL, caches=(window, pool)), before.astype(np.float32))
+    changed = worst(case.run(KERNEL, caches=(window, pool), tiles=tiles), before.astype(np.float32))
     assert changed[case.valid[:many].sum()] > 1 and (changed == 0).any()
 
     window, pool = case.caches()
     slot, place = case.window_places[-1]
     window[LAYER, slot, place, 512] += 4  # 32 channels times 16
-    changed = worst(case.run(KERNEL, caches=(window, pool)), before.astype(np.float32))
+    changed = worst(case.run(KERNEL, caches=(window, pool), tiles=tiles), before.astype(np.float32))
     assert changed.max() > 1 and (changed == 0).sum() > len(changed) / 4
