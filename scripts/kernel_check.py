@@ -18,8 +18,8 @@ engine    engines over such layers and a draft by `auto`, on one device and, whe
 
 A kernel passes when it is at most 1.5 times as far from the definition as the reference in bfloat16: in the median of
 the rows, which single flips of fp4 and fp8 codes or of entries do not move, after every layer, and in the worst row.
-An engine passes alike by the log-probabilities of its tokens, in the median and in nine of ten, and at most 3 times as
-far in the worst, as answers differ.
+An engine passes alike by the log-probabilities of its tokens, in the median and in nine of ten, and in the worst at
+most 3 times as far, each token counted in how far the definition moves there when the embeddings do.
 Inputs of products stay unquantized: that noise, the same for all, would hide theirs.
 """
 

@@ -41,8 +41,13 @@ Path = tuple[Any, ...]
 
 
 def words(shape: tuple[int, ...], seed: Array | int) -> Array:
-    """uint32 of `shape` that look random."""
-    word = jnp.full(shape, seed, jnp.uint32)
+    """uint32 of `shape` that look random, of any seeds unrelated.
+
+    Of an array of 2^n rows the places alone would go through all values of n bits: seeds that differ in those would
+    give the same rows in another order. So a seed is mixed first, by the finaliser of MurmurHash3 (`mix`); the odd
+    constant keeps seed 0 off its fixed point.
+    """
+    word = jnp.full(shape, mix(jnp.asarray(seed, jnp.uint32) + jnp.uint32(0x9E3779B9)), jnp.uint32)
     for axis in range(len(shape)):
         word = mix(word ^ (lax.broadcasted_iota(jnp.uint32, shape, axis) + jnp.uint32(0x9E3779B9)))
     return word
