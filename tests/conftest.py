@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,10 @@ from di_jax.config import Config
 
 if TYPE_CHECKING:
     from di_jax.llm import LLM
+
+# A shell starts what runs in its background with interrupts ignored, which tests of interrupts and their children need.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Meshes are tested on virtual devices; whatever asks for one device gets the first.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -292,7 +292,9 @@ def test_the_command_writes_its_results_and_fails_on_problems(
 
 
 def test_the_committed_check_passed_with_every_kernel() -> None:
-    """On a GPU, where each runs: no farther from the definition than FACTOR times the reference in bfloat16."""
+    """On a GPU, where each runs: no farther from the definition than FACTOR times the reference in bfloat16. Its
+    likeliest token is the definition's as often, within three standard errors of two shares: of random weights' logits
+    many are close."""
     file = Path(__file__).parent.parent / "scripts" / "results" / "kernel-check-nvidia-h200.json"
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert kept["passed"] and all(kept[name]["problems"] == [] for name in ("goldens", "layers"))
@@ -300,7 +302,9 @@ def test_the_committed_check_passed_with_every_kernel() -> None:
     assert set(results) == {"reference", "all", *kept["operations"]} and len(kept["operations"]) == 4
     for name, found in results.items():
         for phase in ("prefill", "decode"):
-            assert found[phase]["argmax_same"] == 1.0, name
+            bar = results["reference"][phase]
+            share, rows = bar["argmax_same"], bar["rows"]
+            assert found[phase]["argmax_same"] >= share - 3 * (2 * share * (1 - share) / rows) ** 0.5, name
             assert found[phase]["median"] <= layers.FACTOR * results["reference"][phase]["median"], name
 
 

@@ -234,7 +234,9 @@ def test_the_kernel_check_that_the_readme_tells_of_passed() -> None:
     bare = engines.pop("reference")["median"]
     least, most = (find(engine["median"] for engine in engines.values()) for find in (min, max))
     told = " ".join(README.split())
+    same, kept = (check["layers"]["results"][name]["prefill"]["argmax_same"] for name in ("reference", "all"))
     for words in (
+        f"the same in {same:.0%} of a prefill's rows ({kept:.0%} with the kernels)",
         f"logits are {plain:.3f} from it in the median with plain XLA in bfloat16, {together:.3f} with all four",
         f"the log-probabilities of their {check['engine']['tokens']} greedy tokens",
         f"off by {least:.3f} to {most:.3f} in the median, with plain XLA by {bare:.3f}",

@@ -189,9 +189,7 @@ def test_the_command_from_nothing_met_the_gates() -> None:
     """With its defaults: the trainings' whole lengths, and the evaluation of their average."""
     run = json.loads((RESULTS / "train-demo-nvidia-h200.json").read_text(encoding="utf-8"))
     minutes = {end: float(OPTIONS[end].split("--total-minutes ")[1].split()[0]) for end in ENDS}
-    assert (
-        all(run["trained"][end]["seconds"] >= 60 * minutes[end] for end in ENDS) and "end-" not in run["command"]
-    )
+    assert all(run["trained"][end]["seconds"] >= 60 * minutes[end] for end in ENDS) and "end-" not in run["command"]
     found, surprise = run["evaluation"]["tasks"], run["evaluation"]["perplexity"]
     assert all(found[name] >= gate for name, gate in GATES.items())
     assert surprise["english"] < surprise["english_five_gram_kneser_ney"] and surprise["tokens"]["english"] == 60_000
