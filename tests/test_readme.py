@@ -89,7 +89,7 @@ def test_the_demo_table_quotes_the_committed_results() -> None:
     }
     lines = [line.strip("|").split("|") for line in match[3].splitlines() if line.startswith("|")][2:]
     assert {label.strip(): [cell.strip() for cell in cells] for label, *cells in lines} == want
-    assert ("All gates are met, the draft's in sampled tokens." in README) == all(
+    assert ("All gates are met but the draft's in greedy tokens" in README) == all(
         met != "no" for *_, met in want.values()
     )
     told = " ".join(README.split())
