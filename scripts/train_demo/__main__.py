@@ -1,6 +1,6 @@
 """The demo model from nothing, one command: called again, it goes on where the last call ended.
 
-    python -m scripts.train_demo --out build/demo              # one GPU; about five calls of nine minutes
+    python -m scripts.train_demo --out build/demo              # one GPU; about six calls of nine minutes
     python -m scripts.train_demo --out build/trial --small     # everything in small, on a CPU in a few minutes
 
 The stages, in order: data, three trainings of the model (`end-1` to `end-3`), their average, what quantization costs,
@@ -13,7 +13,7 @@ training goes on from its weights there, at most 32 MiB in files of at most 16, 
 `compare` needs the states that the three trainings ended with, where they are: the average's float32 masters.
 
 Each stage is a command of its own with the options below: trainings of as many tokens as the bundled weights had, and
-the last stretch of their draft (the README tells of those before it).
+of their draft fifteen minutes.
 `--options 'draft=--peak 1e-3 --total-minutes 4'` adds to them or replaces some.
 """
 
@@ -36,6 +36,7 @@ import jax
 from di_jax.errors import UserError
 from scripts import fit_sts, plot_eval
 from scripts.train_demo import average, compare, evaluate, export, prepare, train, train_draft, train_report
+from scripts.train_demo.dataset import check_prepared
 from scripts.train_demo.state import progress
 
 ENDS = ("end-1", "end-2", "end-3")
@@ -48,7 +49,7 @@ OPTIONS = {
     "end-1": f"--stages sparse:2.3 long --total-minutes 4 --decay-from 4 {BOTH_FORMS}",
     "end-2": f"--stages dense:5 sparse --total-minutes 6.1 --decay-from 6.1 {BOTH_FORMS}",
     "end-3": f"--stages dense:5 long --total-minutes 9.4 --decay-from 6.7 {BOTH_FORMS}",
-    "draft": "--stride 4 --batch 16 --soft --length 2 --drawn 0.2 --peak 2e-3 --total-minutes 9 "
+    "draft": "--stride 4 --batch 16 --soft --length 2 --drawn 0.2 --peak 2e-3 --total-minutes 15 "
     "--held-out-rows 64 --held-out-every 500",
 }
 ROWS = "--rows 4 --row-length 256"
@@ -191,6 +192,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {out}: begun {'with' if kept['small'] else 'without'} --small; name another folder")
     done, seconds = kept.setdefault("done", []), kept.setdefault("seconds", {})
     done += [name for name in args.skip if name not in done]
+    if args.data or "data" in done:
+        try:
+            check_prepared(args.data or out / "data")
+        except (OSError, ValueError) as error:
+            parser.error(f"{'--data' if args.data else '--out'}: {error}")
     jax.config.update("jax_compilation_cache_dir", str(out / "compiled"))
     todo = [stage for stage in plan if stage.name not in done]
     for stage in todo:

@@ -78,6 +78,19 @@ class Mix:
         return replace(self, fractions={**scaled, "recall": share})
 
 
+def check_prepared(folder: Path) -> None:
+    """FileNotFoundError that names what is missing of the files that `prepare` made, before hours are spent on it."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        raise FileNotFoundError(f"{folder}: not prepared; run python -m scripts.train_demo.prepare --folder {folder}")
+    made = json.loads(manifest.read_text(encoding="utf-8")).get("sha256", {})
+    if missing := sorted(name for name in made if not (folder / name).is_file()):
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of {len(made)} prepared files, the first {missing[0]}: copy all of it, or "
+            f"run python -m scripts.train_demo.prepare --folder {folder}"
+        )
+
+
 class Data:
     """A prepared folder, read once: what to train on, or the same from the held-out split.
 
@@ -85,10 +98,7 @@ class Data:
     """
 
     def __init__(self, folder: Path, split: Split = "train") -> None:
-        if not (folder / "manifest.json").is_file():
-            raise FileNotFoundError(
-                f"{folder}: not prepared; run python -m scripts.train_demo.prepare --folder {folder}"
-            )
+        check_prepared(folder)
         self.folder, self.split = folder, split
         self.tasks = Tasks(Tokenizer.from_file(str(folder / "tokenizer.json")))
         self.text = {name: np.load(folder / f"{name}_{split}.npy") for name in ("english", "python")}

@@ -126,6 +126,31 @@ def test_a_damaged_ledger_is_named(tmp_path: Path, monkeypatch, capsys, ledger: 
     assert "stages.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--data", "--out"])
+@pytest.mark.parametrize("lacks", ["eval/json.jsonl", "manifest.json"])
+def test_prepared_data_that_is_not_whole_is_told_at_once(
+    tmp_path: Path, monkeypatch, capsys, option: str, lacks: str
+) -> None:
+    """A later stage would stop on it, after all trainings."""
+    calls, folder = Calls(monkeypatch), tmp_path / "data"
+    made = ("english_train.npy", "eval/json.jsonl")
+    (folder / "eval").mkdir(parents=True)
+    for name in made:
+        (folder / name).touch()
+    (folder / "manifest.json").write_text(json.dumps({"sha256": dict.fromkeys(made, "")}))
+    words = ["--out", str(tmp_path), *(["--data", str(folder)] if option == "--data" else ["--skip", "data"])]
+    monkeypatch.setattr(command, "stages", lambda *a: [Stage("data", calls.run("d"), lambda _: []), *calls.stages(*a)])
+    (folder / lacks).rename(tmp_path / "gone")
+    with pytest.raises(SystemExit):
+        command.main(words)
+    told = capsys.readouterr().err
+    assert f"error: {option}: {folder}" in told and ("lacks 1 of 2" if "/" in lacks else "not prepared") in told
+    assert lacks == "manifest.json" or f"the first {lacks}" in told
+    assert calls.names() == ""
+    (tmp_path / "gone").rename(folder / lacks)
+    assert command.main([*words, "--skip", "data"]) == 0 and calls.names() == "abc"
+
+
 def test_no_stage_begins_without_the_weights_of_the_one_before(tmp_path: Path) -> None:
     """Random ones would be trained on in silence."""
     plan = {stage.name: stage for stage in command.stages(tmp_path, tmp_path, None)}

@@ -16,7 +16,7 @@ from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from scripts.train_demo import compare
-from scripts.train_demo.__main__ import ENDS, OPTIONS
+from scripts.train_demo.__main__ import ENDS, OPTIONS, stages
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.average import average, cool
 from scripts.train_demo.compare import masters, rounding
@@ -186,10 +186,13 @@ def test_the_readme_quotes_the_kept_comparisons(name: str) -> None:
 
 
 def test_the_command_from_nothing_met_the_gates() -> None:
-    """With its defaults: the trainings' whole lengths, and the evaluation of their average."""
+    """With its defaults: the trainings' whole lengths and the draft's, and what came out of all stages."""
     run = json.loads((RESULTS / "train-demo-nvidia-h200.json").read_text(encoding="utf-8"))
-    minutes = {end: float(OPTIONS[end].split("--total-minutes ")[1].split()[0]) for end in ENDS}
-    assert all(run["trained"][end]["seconds"] >= 60 * minutes[end] for end in ENDS) and "end-" not in run["command"]
+    trained = (*ENDS, "draft")
+    minutes = {name: float(OPTIONS[name].split("--total-minutes ")[1].split()[0]) for name in trained}
+    assert all(run["trained"][name]["seconds"] >= 60 * minutes[name] for name in trained)
+    assert run["calls"][-1]["next"] is None and "--options" not in run["command"]
+    assert run["done"] == [stage.name for stage in stages(Path(), Path(), None)]
     found, surprise = run["evaluation"]["tasks"], run["evaluation"]["perplexity"]
     assert all(found[name] >= gate for name, gate in GATES.items())
     assert surprise["english"] < surprise["english_five_gram_kneser_ney"] and surprise["tokens"]["english"] == 60_000
@@ -199,3 +202,8 @@ def test_the_command_from_nothing_met_the_gates() -> None:
     readme = " ".join((RESULTS.parents[1] / "README.md").read_text(encoding="utf-8").split())
     assert f"copy {found['copy']:.0%}, sort {found['sort']:.0%}, sums and differences {found['calc']:.0%}" in readme
     assert f"English perplexity {surprise['english']:.2f} against" in readme
+    block = {kind: 1 + run["calibration"]["accepted_drafts"]["all"][kind] for kind in ("greedy", "sampled")}
+    error = run["calibration"]["calibration_error"]["after"]["all"]
+    assert min(block.values()) >= 2.5 and error <= 0.03
+    assert f"yields {block['greedy']:.2f} tokens (sampled {block['sampled']:.2f}) with a calibration error of" in readme
+    assert f"calibration error of {error:.1%}" in readme
