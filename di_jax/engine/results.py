@@ -125,39 +125,76 @@ class Results:
     ) -> None:
         """Of a step that verified drafts: one token of each sequence or several, of which those behind a stop go."""
         for part in batch.parts:
-            output, count = outputs[part.rank], len(part.sequences)
+            output, count, data_rank = outputs[part.rank], len(part.sequences), self._rank_of[part.rank]
             assert output.verified is not None and output.error is not None
-            emitted: np.ndarray = np.sum(np.asarray(output.token[:count]) >= 0, axis=1)
-            tokens, logprobs = output.token[:count].tolist(), output.logprob[:count].tolist()
+            token, logprob = np.asarray(output.token[:count]), np.asarray(output.logprob[:count])
+            emitted: np.ndarray = np.sum(token >= 0, axis=1)
+            finite = np.all(np.isfinite(logprob) | (token < 0), axis=1).tolist()
+            tokens, logprobs, news = token.tolist(), logprob.tolist(), emitted.tolist()
             verified, errors = output.verified[:count].tolist(), output.error[:count].tolist()
-            ran, goes_on = np.zeros((2, count), bool)
-            got = np.zeros(count, np.int64)
+            ran, goes_on = np.ones((2, count), bool)
+            got = emitted.copy()
             drafted = np.where(part.drafted, part.table.num_drafts, 0)
             drafts = drafted.tolist()
-            for place, sequence in enumerate(part.sequences):
-                if sequence.status is not Status.RUNNING:
+            plain, block_size, running, tops = 0, data_rank.block_size, Status.RUNNING, output.top is not None
+            columns = zip(part.sequences, tokens, logprobs, news, drafts, verified, errors, finite, strict=True)
+            for place, (sequence, row, chances, new, drawn, checked, error, fine) in enumerate(columns):
+                if sequence.status is not running:
                     part.table.told[part.slots[place]] = np.nan
+                    ran[place] = goes_on[place] = False
+                    got[place] = 0
                     continue
-                new = int(emitted[place])
+                ids = sequence.output_ids
                 if not new:
                     raise RuntimeError(
-                        f"request {sequence.request_id}: {len(sequence.output_ids)} of {sequence.max_tokens} tokens "
+                        f"request {sequence.request_id}: {len(ids)} of {sequence.max_tokens} tokens "
                         "are out and the device gave no more"
                     )
-                ran[place] = goes_on[place] = True
-                sequence.count_drafts(drafts[place], verified[place], new - 1, errors[place])
-                known = len(sequence.output_ids)
-                for at in range(new):
-                    self._register_known(part.rank, sequence)
-                    _keep_top(sequence, output, place, at)
-                    self._append(sequence, tokens[place][at], logprobs[place][at], booked)
-                    if sequence.status is not Status.RUNNING:
-                        goes_on[place] = False
-                        break
-                got[place] = len(sequence.output_ids) - known
+                sequence.count_drafts(drawn, checked, new - 1, error)
+                del row[new:]
+                if (
+                    len(ids) + new >= sequence.max_tokens
+                    or not sequence.stop_ids.isdisjoint(row)
+                    or sequence.sampling.stop
+                    or sequence.matcher is not None
+                    or tops
+                    or not fine
+                ):
+                    got[place] = self._append_each(part.rank, sequence, place, row, chances, output, booked)
+                    goes_on[place] = sequence.status is running
+                    continue
+                # What `_append_each` does with tokens that end nothing, without calls for each of hundreds of them.
+                ids += row
+                sequence.logprobs += chances[:new]
+                end = len(sequence) - 1
+                if end // block_size > sequence.num_registered and sequence.held:
+                    data_rank.computed(sequence, sequence.held, end)
+                booked.moved[sequence.request_id] = sequence.request  # type: ignore[assignment]
+                plain += new
+            booked.tokens += plain
             part.table.settle(part.slots[goes_on], part.caps[goes_on], emitted[goes_on])
             self.drafts.add(drafted[ran], np.array(verified)[ran], emitted[ran] - 1, np.array(errors)[ran])
             self.emitted[part.rank] = got
+
+    def _append_each(
+        self,
+        rank: int,
+        sequence: Sequence,
+        place: int,
+        tokens: list[int],
+        logprobs: list[float],
+        output: StepOutput,
+        booked: _Booked,
+    ) -> int:
+        """Tokens of a step of a sequence, one after another up to one that ends it; how many were appended."""
+        known = len(sequence.output_ids)
+        for at, (token, logprob) in enumerate(zip(tokens, logprobs, strict=False)):
+            self._register_known(rank, sequence)
+            _keep_top(sequence, output, place, at)
+            self._append(sequence, token, logprob, booked)
+            if sequence.status is not Status.RUNNING:
+                break
+        return len(sequence.output_ids) - known
 
     def _register_known(self, rank: int, sequence: Sequence) -> None:
         """Blocks that a step completed; while its next token is booked, all before that are in the caches."""
