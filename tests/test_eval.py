@@ -224,12 +224,16 @@ def test_judging_a_dump_imports_no_jax(config_file: Path) -> None:
         (["--dump", "{tmp}/sums.jsonl"], ["sums.jsonl: is also the input"]),
         (["--judge-only", "{tmp}/none.jsonl"], ["none.jsonl: cannot be read"]),
         (["--judge-only", "{tmp}/sums.jsonl"], ["sums.jsonl:1: sample must be a number", "--dump"]),
+        (["--judge-only", "{tmp}/nested.jsonl"], ["nested.jsonl:1: not valid JSON", "expected one object a line"]),
+        (["--set", "eval.files={sums: '{tmp}/digits.jsonl', copy: no.jsonl}"], ["digits.jsonl:1: not valid JSON"]),
         (["--set", "sampling.temperature=1e-9"], ["sampling.temperature: 1e-09 is out of range"]),
     ],
 )
 def test_what_cannot_be_used_is_one_line_before_the_model_is_loaded(
     argv: list[str], words: list[str], evaluate: Evaluate, tmp_path: Path
 ) -> None:
+    (tmp_path / "nested.jsonl").write_text("[" * 20_000)
+    (tmp_path / "digits.jsonl").write_text('{"id": ' + "7" * 5000 + "}")
     code, out, err = evaluate(None, *(word.replace("{tmp}", str(tmp_path)) for word in argv))
     assert (code, out) == (2, "")
     last = err.splitlines()[-1]
@@ -248,6 +252,23 @@ def test_items_that_no_rule_can_judge_are_found_before_generating(evaluate: Eval
         code, _, err = evaluate(None, "--set", "eval.tasks=[copy]")
         last = err.splitlines()[-1]
         assert code == 2 and "copy.jsonl: " in last and words in last and "eval.judge: endpoint" in last
+
+
+def test_objects_as_answers_are_judged_as_json_and_kept_in_the_dump(evaluate: Evaluate, tmp_path: Path) -> None:
+    answers = [{"name": "x"}, [1, 2], True]
+    records = [
+        {"id": str(i), "task": "x", "prompt": str(i), "answer": answer, "meta": {"judge": "json"}}
+        for i, answer in enumerate(answers)
+    ]
+    write(tmp_path / "sums.jsonl", records)
+    argv = ["--set", "eval.tasks=[sums]", "--json"]
+    said = StandIn({"0": ['{ "name":"x"}'], "1": ["[1, 3]"], "2": ["true"]})
+    code, out, _ = evaluate(said, *argv, "--dump", tmp_path / "dump.jsonl")
+    assert code == 0 and json.loads(out.splitlines()[-1])["tasks"]["sums"]["score"] == pytest.approx(2 / 3)
+    assert [sample.item.answer for sample in read_samples(tmp_path / "dump.jsonl")][::-1] == list(
+        map(json.dumps, answers)
+    )
+    assert evaluate(None, *argv, "--judge-only", tmp_path / "dump.jsonl")[1] == out
 
 
 def test_a_dump_that_is_full_is_one_line(evaluate: Evaluate) -> None:
@@ -335,6 +356,9 @@ def test_endpoint_keys_are_checked_before_the_model_is_loaded(
         (["--set", "eval.judge=endpoint"], "eval.judge_url: is not set"),
         (["--set", "eval.judge=endpoint", "--set", "eval.judge_url=http://h/v1"], "eval.judge_model: is not set"),
         (endpoint_options(endpoint, "eval.judge_url=h/v1"), "eval.judge_url: h/v1: "),
+        (endpoint_options(endpoint, "eval.judge_url=http://[::1"), "eval.judge_url: http://[::1: "),
+        (endpoint_options(endpoint, "eval.judge_url=http://"), "eval.judge_url: http://: "),
+        (endpoint_options(endpoint, "eval.judge_url=http://a b/v1"), "eval.judge_url: http://a b/v1: "),
         (endpoint_options(endpoint, f"eval.judge_key_file={tmp_path}/no"), "eval.judge_key_file: "),
         (endpoint_options(endpoint, f"eval.judge_key_file={tmp_path}/empty"), "eval.judge_key_file: "),
     ):

@@ -12,6 +12,7 @@ A rule sees the text after the reasoning (`</think>`), stripped. Rules by name, 
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import re
 import time
@@ -23,12 +24,19 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from di_jax.evaluation.tasks import EvalItem, EvaluationError
+from di_jax.evaluation.tasks import EvalItem, EvaluationError, parse_json
 
 END_THINK = "</think>"
 # A sign belongs to the number only where no digit or bracket comes before it (7-3).
 NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 LETTER = r"\(?\**([A-Z])\**\)?"
+# What a request can be sent to: labels of 1 to 63 characters, or an IPv6 address in brackets; a path of ASCII without
+# blanks. No ? and no #: the path goes on after it.
+URL = re.compile(
+    r"https?://(?:(?:[\w-]{1,63}\.)*[\w-]{1,63}\.?|\[(?P<ipv6>[\dA-Fa-f:.]+(?:%\w+)?)\])"
+    r"(?::(?P<port>\d{1,5}))?(?:/[!\"$->@-~]*)?",
+    re.ASCII,
+)
 JUDGE_PROMPT = """Judge whether the response to the question is correct, given the correct answer.
 
 Question: {question}
@@ -94,13 +102,13 @@ def judge_choice(item: EvalItem, text: str) -> Verdict:
 
 def judge_json(item: EvalItem, text: str) -> Verdict:
     try:
-        wanted = json.loads(item.answer)
+        wanted = parse_json(item.answer)
     except ValueError as error:
         raise EvaluationError(f"item {item.id}: its answer is no JSON ({error}); judge it by another rule") from error
     found = final_text(text)
     try:
-        value = json.loads(found)
-    except (ValueError, RecursionError):
+        value = parse_json(found)
+    except ValueError:
         return Verdict(False, None)
     # As text, so that 1, 1.0 and true stay apart.
     return Verdict(_canonical(value) == _canonical(wanted), found)
@@ -138,6 +146,16 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
+def _is_url(text: str) -> bool:
+    match = URL.fullmatch(text)
+    if match is None or not 0 < int(match["port"] or 80) < 2**16:
+        return False
+    try:
+        return match["ipv6"] is None or bool(ipaddress.IPv6Address(match["ipv6"]))
+    except ValueError:
+        return False
+
+
 def _folded(text: str) -> str:
     return " ".join(text.strip().removesuffix(".").casefold().split())
 
@@ -163,6 +181,13 @@ class EndpointJudge:
         """Raises EvaluationError for a URL or a key file that cannot be used; asks nothing."""
         if not self.base_url.startswith(("http://", "https://")):
             raise EvaluationError(f"{self.base_url}: a judge's base_url starts with http:// or https://")
+        if "@" in self.base_url.split("/")[2]:  # not shown: what stands before the @ is a secret
+            raise EvaluationError("a judge's base_url holds no user and no password; a key goes into its key file")
+        if not _is_url(self.base_url):
+            raise EvaluationError(
+                f"{self.base_url}: a judge's base_url is http(s)://HOST, HOST:PORT or [IPV6]:PORT and a path without "
+                "blanks, ? and #, such as http://localhost:8000/v1"
+            )
         if self.key_file is not None:
             self._key(self.key_file)
 
@@ -199,7 +224,7 @@ class EndpointJudge:
                 detail = error.read(500).decode("utf-8", "replace")
                 if attempt == self.tries or not (error.code == 429 or error.code >= 500):
                     raise EvaluationError(f"{url}: judge answered {error.code} ({detail.strip()[:200]})") from error
-            except (ValueError, KeyError, IndexError, TypeError) as error:
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
                 raise EvaluationError(f"{url}: judge's answer is no chat completion ({error!r})") from error
             except (OSError, http.client.HTTPException) as error:  # no connection, or it broke or timed out
                 if attempt == self.tries:

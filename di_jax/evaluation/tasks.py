@@ -11,6 +11,8 @@ import json
 import logging
 import math
 import random
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,9 @@ from di_jax.errors import UserError
 logger = logging.getLogger(__name__)
 
 LETTERS = "ABCDEFGHIJ"
+# Levels of lists and objects in one value: what is read here is also written, and json.dumps gives up at some 1,500
+# (Python 3.12), at another depth in every version.
+MAX_NESTING = 200
 AIME_PROMPT = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 CHOICE_PROMPT = "{}\n\n{}\n\nPlease reason step by step, and end with the line 'Answer: X', where X is one letter."
 HLE_PROMPT = "{}\n\nPlease reason step by step, and end with the line 'Answer: ' followed by your final answer."
@@ -75,8 +80,9 @@ def load_task(name: str, path: str | Path) -> list[EvalItem]:
 def load_items(path: str | Path) -> list[EvalItem]:
     """Items of a JSON-lines file of this project: objects with `id`, `task`, `answer`, `meta` and one kind of prompt.
 
-    Where a record has several kinds, ids win over messages, and messages over text. Raises EvaluationError naming file
-    and line for invalid JSON, a missing or wrongly typed field, and an id that occurs twice.
+    Where a record has several kinds, ids win over messages, and messages over text. An answer is text or a number; with
+    `meta.judge` json also an object, a list or a truth value. Raises EvaluationError naming file and line for invalid
+    JSON, a missing or wrongly typed field, and an id that occurs twice.
     """
     items: list[EvalItem] = []
     seen: set[str] = set()
@@ -108,9 +114,9 @@ def parse_item(where: str, record: Mapping[str, Any]) -> EvalItem:
     if tools and not _all(tools, dict):
         raise EvaluationError(f"{where}: tools must be a list of objects")
     return EvalItem(
-        str(_field(where, record, ("id",))),
-        str(_field(where, record, ("task",))),
-        str(_field(where, record, ("answer",))),
+        str(_scalar(where, "id", _field(where, record, ("id",)))),
+        str(_scalar(where, "task", _field(where, record, ("task",)))),
+        _answer(where, _field(where, record, ("answer",)), meta),
         prompt_token_ids=tuple(content) if kind == "prompt_token_ids" else None,
         prompt=content if kind == "prompt" else None,
         messages=tuple(content) if kind == "messages" else None,
@@ -130,11 +136,11 @@ def load_aime(path: str | Path) -> list[EvalItem]:
         problem = _text(where, record, ("problem", "question"))
         answer = str(_field(where, record, ("answer",))).strip()
         # Some files write 025 or 25.0 for 25.
-        whole = answer.removesuffix(".0")
-        if not whole.isdecimal() or int(whole) > 999:
-            raise EvaluationError(f"{where}: answer is {answer!r}; an AIME answer is an integer from 0 to 999")
-        name = _optional(record, ("id", "problem_idx"), number)
-        items.append(_item("aime", name, number, AIME_PROMPT.format(problem), str(int(whole)), {"judge": "number"}))
+        whole = re.fullmatch(r"0*(\d{1,3})(?:\.0)?", answer)
+        if whole is None:
+            raise EvaluationError(f"{where}: answer is {answer[:40]!r}; an AIME answer is an integer from 0 to 999")
+        name = _scalar(where, "id", _optional(record, ("id", "problem_idx"), number))
+        items.append(_item("aime", name, number, AIME_PROMPT.format(problem), str(int(whole[1])), {"judge": "number"}))
     return items
 
 
@@ -142,13 +148,19 @@ def load_gpqa_diamond(path: str | Path, seed: int = 0) -> list[EvalItem]:
     """GPQA-Diamond questions with their four choices in an order drawn from (seed, place in the file); rule `choice`.
 
     Columns: `Question`, `Correct Answer`, `Incorrect Answer 1` to `3` (or the same in lower case with underscores),
-    optionally `Record ID`, `High-level domain`, `Subdomain`. Raises EvaluationError naming file and line.
+    optionally `Record ID`, `High-level domain`, `Subdomain`. Raises EvaluationError naming file and line, also for a
+    right answer that stands among the wrong ones: two letters would be right, and one of them counted as wrong.
     """
     items = []
     for number, (where, record) in enumerate(json_lines(path)):
         question = _text(where, record, ("question", "problem"))
         right = _text(where, record, ("correct_answer",))
         choices = [right, *(_text(where, record, (f"incorrect_answer_{n}",)) for n in (1, 2, 3))]
+        if right in choices[1:]:
+            wrong = f"incorrect_answer_{choices.index(right, 1)}"
+            raise EvaluationError(
+                f"{where}: correct_answer and {wrong} are both {right[:40]!r}; correct or drop the line"
+            )
         order = random.Random(f"{seed}:{number}").sample(range(4), 4)
         shown = "\n".join(f"{letter}) {choices[i]}" for letter, i in zip(LETTERS, order))
         meta = {
@@ -156,7 +168,7 @@ def load_gpqa_diamond(path: str | Path, seed: int = 0) -> list[EvalItem]:
             "choices": [choices[i] for i in order],
             "domain": str(_optional(record, ("high_level_domain", "domain"), "")),
         }
-        name = _optional(record, ("record_id", "id"), number)
+        name = _scalar(where, "id", _optional(record, ("record_id", "id"), number))
         prompt = CHOICE_PROMPT.format(question, shown)
         items.append(_item("gpqa_diamond", name, number, prompt, LETTERS[order.index(0)], meta))
     return items
@@ -182,7 +194,8 @@ def load_hle(path: str | Path) -> tuple[list[EvalItem], int]:
         meta = {"judge": rule, "category": str(_optional(record, ("category",), ""))}
         prompt = HLE_PROMPT.format(_text(where, record, ("question",)))
         answer = _text(where, record, ("answer",))
-        items.append(_item("hle", _optional(record, ("id",), number), number, prompt, answer, meta))
+        name = _scalar(where, "id", _optional(record, ("id",), number))
+        items.append(_item("hle", name, number, prompt, answer, meta))
     return items, images
 
 
@@ -221,8 +234,8 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = parse_json(line)
+        except ValueError as error:
             raise EvaluationError(f"{where}: not valid JSON ({error}); expected one object a line") from error
         if not isinstance(record, dict):
             raise EvaluationError(f"{where}: expected an object, found {type(record).__name__}")
@@ -230,6 +243,32 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
     if not found:
         raise EvaluationError(f"{path}: holds no items")
+
+
+def parse_json(text: str) -> Any:
+    """The JSON value that a text is.
+
+    Raises ValueError, and nothing else, for text that is no JSON, and for what can be no item's: NaN and infinite
+    numbers, integers of more digits than Python reads (4,300 by default), more levels than MAX_NESTING.
+    """
+    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"an integer of more than {sys.get_int_max_str_digits()} digits") from error
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        if any(type(x) is float and not math.isfinite(x) for x in level):
+            raise ValueError("NaN or an infinite number, which JSON lacks; write null or leave the field out")
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        if not inner:
+            return value
+        level = [x for values in inner for x in values]
+    raise ValueError(too_deep)
 
 
 def _plain(name: str) -> str:
@@ -244,13 +283,34 @@ def _optional(record: Mapping[str, Any], names: Sequence[str], default: Any) -> 
 
 def _field(where: str, record: Mapping[str, Any], names: Sequence[str]) -> Any:
     if (value := _optional(record, names, None)) is None:
-        raise EvaluationError(f"{where}: no field {' or '.join(names)}; it has {', '.join(sorted(record)) or 'none'}")
+        null = " that is not null" if any(_plain(key) in names for key in record) else ""
+        has = ", ".join(sorted(record)) or "none"
+        raise EvaluationError(f"{where}: no field {' or '.join(names)}{null}; it has {has}")
     return value
+
+
+def _scalar(where: str, name: str, value: Any) -> str | int | float:
+    """The value, of a kind that `str` spells as JSON does, unlike objects, lists, true and false."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise EvaluationError(f"{where}: {name} must be text or a number, found {json.dumps(value)[:40]}")
+    return value
+
+
+def _answer(where: str, value: Any, meta: Mapping[str, Any]) -> str:
+    if isinstance(value, str):
+        return value
+    # The other rules compare characters, and an object has many spellings: only one of them would be right.
+    if meta.get("judge") != "json" and not (type(value) is int or type(value) is float):
+        raise EvaluationError(
+            f"{where}: answer must be text or a number, found {json.dumps(value)[:40]}; with meta.judge: json it may "
+            "be any JSON"
+        )
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _text(where: str, record: Mapping[str, Any], names: Sequence[str]) -> str:
     value = _field(where, record, names)
-    if not isinstance(value, str | int | float) or not str(value).strip():
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise EvaluationError(f"{where}: {' or '.join(names)} must be text that is not empty")
     return str(value).strip()
 

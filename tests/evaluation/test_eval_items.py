@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from di_jax.evaluation.judges import judge_by_rule
 from di_jax.evaluation.tasks import (
+    MAX_NESTING,
     EvaluationError,
     load_aime,
     load_gpqa_diamond,
     load_hle,
     load_items,
     load_task,
+    parse_json,
     pass_at_1,
 )
 
@@ -29,6 +33,7 @@ GPQA = {
     "Record ID": "rec1",
     "High-level domain": "Physics",
 }
+TEXT = {"id": "a", "task": "t", "answer": "x", "prompt": "p"}
 HLE = {"id": "h1", "question": "What?", "answer": "B", "answer_type": "multipleChoice", "image": "", "category": "Math"}
 
 
@@ -69,6 +74,25 @@ def test_items_of_every_kind(write: Write) -> None:
         ([{"id": "a", "task": "t", "answer": "x", "prompt": "p", "meta": 3}], "meta must be an object"),
         ([{"id": "a", "task": "t", "answer": "x", "messages": [{}], "tools": 3}], "tools must be a list of objects"),
         ([{"id": "a", "task": "t", "answer": "x", "prompt": "p"}] * 2, r":2: id 'a' occurs twice"),
+        ([TEXT, "[" * 20_000], r":2: not valid JSON \(more than 200 levels.*\); expected one object a line"),
+        ([TEXT, '{"meta": ' * 201 + "1" + "}" * 201], r":2: not valid JSON \(more than 200 levels"),
+        ([TEXT, '{"id": ' + "7" * 5000 + "}"], r":2: not valid JSON \(an integer of more than \d+ digits\); expected"),
+        ([TEXT, {**TEXT, "id": float("nan")}], r":2: not valid JSON \(NaN or an infinite number.*write null"),
+        ([TEXT, {**TEXT, "answer": float("-inf")}], r":2: not valid JSON \(NaN or an infinite number"),
+        ([TEXT, '{"meta": [{"a": 1e999}]}'], r":2: not valid JSON \(NaN or an infinite number"),
+        ([TEXT, {**TEXT, "id": {"n": 1}}], r":2: id must be text or a number, found \{\"n\": 1\}"),
+        ([TEXT, {**TEXT, "id": True}], r":2: id must be text or a number, found true"),
+        ([TEXT, {**TEXT, "task": ["t"]}], r":2: task must be text or a number, found \[\"t\"\]"),
+        (
+            [TEXT, {**TEXT, "answer": {"b": 1}}],
+            r":2: answer must be text or a number, found \{\"b\": 1\}; with meta.judge",
+        ),
+        (
+            [TEXT, {**TEXT, "answer": [3], "meta": {"judge": "number"}}],
+            r":2: answer must be text or a number, found \[3\]",
+        ),
+        ([TEXT, {**TEXT, "answer": True}], r":2: answer must be text or a number, found true"),
+        ([TEXT, {**TEXT, "answer": None}], r":2: no field answer that is not null; it has answer, id, prompt, task"),
         ([], "holds no items"),
     ],
 )
@@ -97,7 +121,34 @@ def test_aime_columns(write: Write, record: dict[str, Any]) -> None:
     assert item.question.startswith("Find x.") and "\\boxed{}" in item.question
 
 
-@pytest.mark.parametrize("answer", ["1000", "-3", "x", "3.5"])
+@pytest.mark.parametrize("answer", [33, 1.5, {"b": "é", "a": [1, None]}, ["x"], True, False, {}])
+def test_answers_of_the_json_rule_are_any_json(write: Write, answer: Any) -> None:
+    (item,) = load_items(write({**TEXT, "answer": answer, "meta": {"judge": "json"}}))
+    assert item.answer == json.dumps(answer, ensure_ascii=False)
+    assert judge_by_rule(item, json.dumps(answer)).correct
+    assert not judge_by_rule(item, str([answer])).correct
+    (text,) = load_items(write({**TEXT, "answer": '{"a": 1}', "meta": {"judge": "json"}}))
+    assert text.answer == '{"a": 1}', "text is JSON already, and not quoted again"
+
+
+def test_json_nests_up_to_a_limit_and_is_finite() -> None:
+    deepest = "[" * MAX_NESTING + "1.5" + "]" * MAX_NESTING
+    assert json.dumps(parse_json(deepest)) == deepest
+    for text in (f"[{deepest}]", f'{{"a": {deepest}}}', "[" * 20_000 + "]" * 20_000):
+        with pytest.raises(ValueError, match=f"more than {MAX_NESTING} levels"):
+            parse_json(text)
+    for text in ("NaN", "[Infinity]", '{"a": [-Infinity]}', deepest.replace("1.5", "1e999")):
+        with pytest.raises(ValueError, match="NaN or an infinite number"):
+            parse_json(text)
+    assert parse_json('["NaN", 1e308, 17]') == ["NaN", 1e308, 17]
+
+
+@pytest.mark.parametrize(("answer", "wanted"), [("0007", "7"), ("0" * 5000 + "25.0", "25"), (0, "0"), ("999", "999")])
+def test_aime_answers_with_zeros_before_them(write: Write, answer: Any, wanted: str) -> None:
+    assert load_aime(write({"problem": "p", "answer": answer}))[0].answer == wanted
+
+
+@pytest.mark.parametrize("answer", ["1000", "-3", "x", "3.5", "", "7" * 5000, True, [33]])
 def test_aime_answers_are_small_integers(write: Write, answer: str) -> None:
     with pytest.raises(EvaluationError, match=r":1: answer is .* an integer from 0 to 999"):
         load_aime(write({"problem": "p", "answer": answer}))
@@ -119,6 +170,31 @@ def test_gpqa_choices_are_shuffled_by_seed(write: Write) -> None:
         assert right == "right" and f"{item.answer}) right" in item.question
         assert sorted(item.meta["choices"]) == ["right", "w1", "w2", "w3"]
         assert item.meta["judge"] == "choice" and item.meta["domain"] == "Physics"
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("w2", " w2"), (7, "7"), ("7 ", 7)])
+def test_gpqa_with_the_right_answer_among_the_wrong_is_refused(write: Write, right: Any, wrong: Any) -> None:
+    record = {**GPQA, "Correct Answer": right, "Incorrect Answer 2": wrong}
+    with pytest.raises(
+        EvaluationError, match=r":2: correct_answer and incorrect_answer_2 are both '(w2|7)'; correct or"
+    ):
+        load_gpqa_diamond(write(GPQA, record))
+    # Letter case tells some answers apart: a unit, a gene.
+    assert load_gpqa_diamond(write({**GPQA, "Correct Answer": "MW", "Incorrect Answer 2": "mW"}))
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, ["a"], True])
+def test_published_columns_are_text_or_numbers(write: Write, value: Any) -> None:
+    shown = re.escape(json.dumps(value))
+    for load, record in (
+        (load_aime, {"problem": "p", "answer": 1, "id": value}),
+        (load_gpqa_diamond, {**GPQA, "Record ID": value}),
+        (load_hle, {**HLE, "id": value}),
+    ):
+        with pytest.raises(EvaluationError, match=rf":1: id must be text or a number, found {shown}"):
+            load(write(record))
+    with pytest.raises(EvaluationError, match=":1: answer must be text that is not empty"):
+        load_hle(write({**HLE, "answer": value}))
 
 
 def test_gpqa_in_lower_case(write: Write) -> None:

@@ -56,6 +56,11 @@ def item(answer: str, judge: str = "exact") -> EvalItem:
         ("json", '{"a": 1}', '{"a": 1, "b": 2}', False),
         ("json", '{"a": 1}', '{"a": 1', False),
         ("json", "[1, 2]", "[2, 1]", False),
+        ("json", "true", "true", True),
+        ("json", "true", "True", False),
+        ("json", "1", "NaN", False),
+        ("json", "1", "[" * 20_000 + "]" * 20_000, False),
+        ("json", "1", "7" * 5000, False),
     ],
 )
 def test_rules(judge: str, answer: str, text: str, correct: bool) -> None:
@@ -69,7 +74,10 @@ def test_verdicts_show_what_was_compared() -> None:
     assert judge_by_rule(item('{"a": 1}', "json"), "{").found is None
 
 
-@pytest.mark.parametrize(("judge", "answer"), [("number", "none"), ("choice", "BC"), ("json", "{"), ("vibes", "a")])
+@pytest.mark.parametrize(
+    ("judge", "answer"),
+    [("number", "none"), ("choice", "BC"), ("json", "{"), ("vibes", "a"), ("json", "[" * 20_000), ("json", "NaN")],
+)
 def test_a_rule_that_does_not_fit_the_item_is_an_error(judge: str, answer: str) -> None:
     with pytest.raises(EvaluationError, match="item i: "):
         judge_by_rule(item(answer, judge), "{}")
@@ -127,7 +135,7 @@ def test_refusals_are_not_repeated_and_show_no_key(endpoint: Endpoint, tmp_path:
     assert len(endpoint.requests) == 1 and "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [b"not json", b"{}", b'{"choices": []}', b"[]"])
+@pytest.mark.parametrize("body", [b"not json", b"{}", b'{"choices": []}', b"[]", b"[" * 100_000])
 def test_answers_that_are_no_completion(endpoint: Endpoint, body: bytes) -> None:
     endpoint.answers.append((200, body))
     with pytest.raises(EvaluationError, match="no chat completion"):
@@ -150,6 +158,62 @@ def test_unreachable_and_misspelt_endpoints(tmp_path: Path) -> None:
         EndpointJudge("file:///etc", "m")(item("a"), "a")
     with pytest.raises(EvaluationError, match="at least one is needed"):
         EndpointJudge("http://127.0.0.1", "m", tries=0)(item("a"), "a")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http:///v1",
+        "http://:80/v1",
+        "http://[::1",
+        "http://::1/v1",
+        "http://[::1]x/v1",
+        "http://[::g]/v1",
+        "http://[127.0.0.1]/v1",
+        "http://a b/v1",
+        "http://a%20b/v1",
+        "http://h/v 1",
+        "http://h/v1\n",
+        "http://h\t/v1",
+        "http://h/schön",
+        "http://schön.de/v1",
+        "http://a..b/v1",
+        f"http://{'a' * 64}/v1",
+        "http://h:port/v1",
+        "http://h:0/v1",
+        "http://h:65536/v1",
+        "http://h/v1?version=1",
+        "http://h/v1#chat",
+    ],
+)
+def test_urls_that_no_request_can_go_to(url: str) -> None:
+    with pytest.raises(EvaluationError, match="a judge's base_url is http") as caught:
+        EndpointJudge(url, "m").check()
+    assert str(caught.value).startswith(f"{url}: ") and "such as http://localhost:8000/v1" in str(caught.value)
+
+
+def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
+    for url in ("http://me:secret@h/v1", "https://secret@[::1", "http://secret@"):
+        with pytest.raises(EvaluationError, match="no user and no password; a key goes into its key file") as caught:
+            EndpointJudge(url, "m").check()
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h",
+        "https://api.some-host.example/v1/",
+        "http://localhost:8000/v1",
+        "http://my_judge.:65535/a@b/~c/%20/(d)",
+        "http://[::1]:8000/v1",
+        "http://[fe80::1%eth0]/v1",
+        "http://127.0.0.1:1",
+    ],
+)
+def test_urls_of_servers(url: str) -> None:
+    EndpointJudge(url, "m").check()
 
 
 def test_a_slow_endpoint_times_out(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ def test_a_sample_that_occurs_twice_or_is_cut_off(tmp_path: Path) -> None:
     path.write_text(f"{line}\n{line[:-9]}")
     with pytest.raises(EvaluationError, match=r"d.jsonl:2: not valid JSON"):
         read_samples(path)
+    for damaged in ("[" * 20_000, line.replace("right", "7" * 5000).replace(f'"{"7" * 5000}"', "7" * 5000)):
+        path.write_text(f"{line}\n{damaged}\n")
+        with pytest.raises(EvaluationError, match=r"d.jsonl:2: not valid JSON .*; expected one object a line"):
+            read_samples(path)
 
 
 def test_failures_count_as_wrong_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
