@@ -46,6 +46,7 @@ from di_jax.tokenizer import Tokenizer
 from scripts import command_line
 from scripts.train_demo.dataset import Batches, Data
 from scripts.train_demo.forward import training_layout, training_rows
+from scripts.train_demo.identity import tokenizer_mismatch
 from scripts.train_demo.tasks import IGNORE, PROMPT, TEXT
 from scripts.train_demo.train_draft import anchors, blocks
 
@@ -231,6 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.rows < BATCH:
         parser.error(f"--rows {args.rows}: at least {BATCH} are needed")
     folder = resolve_checkpoint(args.checkpoint)
+    if args.data and (why := tokenizer_mismatch(args.data, folder)):
+        parser.error(f"--checkpoint {args.checkpoint}: {why}")
     tokenizer, target, draft = load_models(folder)
     if args.data:
         rows = demo_rows(args.data, args.length, args.rows)

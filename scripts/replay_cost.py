@@ -13,20 +13,26 @@ import datetime
 import json
 import math
 import platform
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.config import Config
 from di_jax.errors import ConfigError
 from di_jax.evaluation.judges import judge_by_rule
 from di_jax.evaluation.tasks import load_items
 from di_jax.llm import LLM
 from di_jax.sampling_params import SamplingParams
+from scripts import command_line
+from scripts.train_demo.dataset import check_prepared
 from scripts.train_demo.evaluate import engine_config
+from scripts.train_demo.identity import tokenizer_mismatch
 
 MODES = ("off", "mask", "compact")
 DISTANCES = (256, 1024, 4096)
@@ -78,7 +84,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=30, help="recall questions of each distance")
     parser.add_argument("--compile-dir", default=None)
     args = parser.parse_args(arguments)
-    base = engine_config(args.checkpoint, "float32", args.compile_dir)
+    for name, least in (("texts", 1), ("limit", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: at least {least}")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: its folder does not exist")
+    check_prepared(args.data)
+    folder = resolve_checkpoint(args.checkpoint)
+    if why := tokenizer_mismatch(args.data, folder):
+        parser.error(f"--checkpoint {args.checkpoint}: {why}")
+    base = engine_config(folder, "float32", args.compile_dir)
     rows = []
     for mode in MODES:
         try:
@@ -90,10 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "kind": "replay-cost",
-        "device": "cpu",
+        "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
-        "command": "python -m scripts.replay_cost --data build/train_demo --checkpoint demo --out FILE",
+        "command": shlex.join(["python", "-m", "scripts.replay_cost", *(arguments or sys.argv[1:])]),
         "prompt_tokens": PROMPT,
         "scored_tokens": FOLLOWING,
         "rows": rows,
@@ -103,4 +118,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

@@ -162,6 +162,13 @@ def test_what_cannot_be_cut_is_refused_at_once(words: list[str], why: str, capsy
     assert why in capsys.readouterr().err
 
 
+def test_data_of_another_tokenizer_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {}, "added_tokens": []}))
+    with pytest.raises(SystemExit):
+        fit_sts.main(["--checkpoint", "demo", "--data", str(tmp_path), "--out", str(tmp_path / "sts.json")])
+    assert "its tokenizer is not that of --data" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_checkpoint_and_texts_give_temperatures_and_a_diagram(golden: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "texts.jsonl", tmp_path / "sts.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # scripts are run from a checkout, not installed
 
+from di_jax.checkpoint.demo import demo_checkpoint
 from di_jax.config import Config
 from di_jax.engine.scorer import Scorer
 from di_jax.engine.setup import build_engine_parts
@@ -60,6 +62,8 @@ def test_modes_that_the_config_refuses_are_listed_as_such(
     assert "off" not in refused
     monkeypatch.setattr(replay_cost, "measure", lambda config, *_: {"mode": config.engine.replay.decoder})
     out = tmp_path / "replay.json"
+    (tmp_path / "manifest.json").write_text("{}")
+    tokenizer = shutil.copy(demo_checkpoint() / "tokenizer.json", tmp_path)
     assert replay_cost.main(["--data", str(tmp_path), "--out", str(out)]) == 0
     rows = {row["replay_decoder"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
     assert list(rows) == list(replay_cost.MODES)
@@ -68,3 +72,6 @@ def test_modes_that_the_config_refuses_are_listed_as_such(
             assert "engine.replay.decoder" in row["unavailable"] and mode in row["unavailable"]
         else:
             assert row["mode"] == mode
+    Path(tokenizer).write_text(json.dumps({"model": {}, "added_tokens": []}))
+    with pytest.raises(SystemExit):
+        replay_cost.main(["--data", str(tmp_path), "--out", str(out)])

@@ -9,8 +9,10 @@ ends before `--minutes` are over, with status 0, and says on its last line what 
 are cut where the time ends and go on in the next call, from an Orbax checkpoint with the optimizer.
 
 The folder may move to another machine between two calls, without its `state` folders and `compiled`: an unfinished
-training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Only
-`compare` needs the states that the three trainings ended with, where they are: the average's float32 masters.
+training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Until
+the average is made it needs the weights of every training that has ended, and then its own 31 MiB and the draft's 4.
+`compare` needs the states that the three trainings ended with, the average's float32 masters: it is left out where they
+are not.
 
 Each stage is a command of its own with the options below: trainings of as many tokens as the bundled weights had, and
 of their draft fifteen minutes.
@@ -37,11 +39,13 @@ from di_jax.errors import UserError
 from scripts import fit_sts, plot_eval
 from scripts.train_demo import average, compare, evaluate, export, prepare, train, train_draft, train_report
 from scripts.train_demo.dataset import check_prepared
+from scripts.train_demo.identity import data_digest
 from scripts.train_demo.state import progress
 
 ENDS = ("end-1", "end-2", "end-3")
-# The first training learns to write, the second sums, the third recall: with attention to everything first, and with a
-# rate that decays. An H200 reads 280,000 tokens/s in rows of 1,024 and 150,000 in rows of 4,608.
+# The first training learns to write, the second sums, the third recall: the latter two with attention to everything
+# first, as theirs are the attention and the indexers of the average, and with a rate that decays. An H200 reads 280,000
+# tokens/s in rows of 1,024 and 150,000 in rows of 4,608.
 # Every second step sees the float32 masters, in all three: trained on quantized weights alone they drift from what was
 # trained, and what one training leaves to the next, and all of them to the average, are the masters.
 BOTH_FORMS = "--exact-every 2"
@@ -72,7 +76,8 @@ class Stage:
     """One command of the whole.
 
     arguments: of the command, from the minutes that it may take. least: minutes without which it is not begun, unless
-    the call begins with it. finished: whether nothing is left of it, once the command has returned.
+    the call begins with it. finished: whether nothing is left of it, once the command has returned. impossible: why it
+    cannot be done here, or None.
     """
 
     name: str
@@ -80,6 +85,7 @@ class Stage:
     arguments: Callable[[float], list[Any]]
     least: float = 1.0
     finished: Callable[[], bool] = lambda: True
+    impossible: Callable[[], str | None] = lambda: None
 
 
 def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
@@ -122,6 +128,10 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
     def preparing(_: float) -> list[Any]:
         return ["--folder", source[1], *(["--packages", packages] if packages else [])]
 
+    def without_masters() -> str | None:
+        gone = [end / "state" for end in ends if not (end / "state").is_dir()]
+        return f"no {gone[0]}: float32 masters are on the machine that trained, only" if gone else None
+
     def comparing(_: float) -> list[Any]:
         cooled = json.loads((averaged / average.CHOSEN).read_text(encoding="utf-8"))["temperature"]
         states = [end / "state" for end in ends]
@@ -133,7 +143,7 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
         Stage("data", prepare.main, preparing),
         *(training(number) for number in range(len(ends))),
         Stage("average", average.main, lambda _: [*source, "--ends", *ends, "--out", averaged]),
-        Stage("compare", compare.main, comparing),
+        Stage("compare", compare.main, comparing, impossible=without_masters),
         Stage("draft", train_draft.main, drafting, 2.0, lambda: trained(draft, "draft")),
         Stage("export", export.main, exporting),
         Stage("evaluate", evaluate.main, evaluating, 2.0, evaluation.is_file),
@@ -143,6 +153,19 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
         Stage("bars", plot_eval.main, lambda _: [evaluation], 0.2),
     ]
     return plan if data is None else plan[1:]
+
+
+def read_ledger(file: Path, names: list[str]) -> dict[str, Any]:
+    """What stages.json says: `done`, of the stages `names`, and `seconds` of each. Raises ValueError."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not isinstance(kept, dict):
+        raise ValueError(f"a {type(kept).__name__} in place of an object")
+    for key, empty in (("done", []), ("seconds", {})):
+        if type(kept.setdefault(key, empty)) is not type(empty):
+            raise ValueError(f"{key}: {kept[key]!r}")
+    if unknown := [name for name in (*kept["done"], *kept["seconds"]) if name not in names]:
+        raise ValueError(f"{unknown[0]!r} is no stage")
+    return kept
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -181,26 +204,38 @@ def main(arguments: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     ledger = out / "stages.json"
     try:
-        kept = json.loads(ledger.read_text(encoding="utf-8")) if ledger.is_file() else {}
-        if not isinstance(kept, dict):
-            raise ValueError(f"a {type(kept).__name__} in place of an object")
+        kept = read_ledger(ledger, ["data", *names])
     except ValueError as error:
         parser.error(
             f"{ledger} is damaged ({error}): delete it, and stages that left their files are gone through again"
         )
     if kept.setdefault("small", args.small) != args.small:
         parser.error(f"--out {out}: begun {'with' if kept['small'] else 'without'} --small; name another folder")
-    done, seconds = kept.setdefault("done", []), kept.setdefault("seconds", {})
+    done, seconds = kept["done"], kept["seconds"]
     done += [name for name in args.skip if name not in done]
+    data = args.data or out / "data"
+
+    def same_data() -> None:
+        """Weights of other tokens would be trained on in silence. Raises ValueError and OSError."""
+        check_prepared(data)
+        if kept.setdefault("data_sha256", digest := data_digest(data)) != digest:
+            raise ValueError(f"{data} holds other data than {out} was begun with: name that, or another --out")
+
     if args.data or "data" in done:
         try:
-            check_prepared(args.data or out / "data")
+            same_data()
         except (OSError, ValueError) as error:
             parser.error(f"{'--data' if args.data else '--out'}: {error}")
     jax.config.update("jax_compilation_cache_dir", str(out / "compiled"))
     todo = [stage for stage in plan if stage.name not in done]
     for stage in todo:
         start = time.monotonic()
+        if why := stage.impossible():
+            print(f"[{plan.index(stage) + 1}/{len(plan)}] {stage.name}: left out: {why}", file=sys.stderr, flush=True)
+            kept["left_out"] = {**kept.get("left_out", {}), stage.name: why}
+            done.append(stage.name)
+            ledger.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            continue
         left = args.minutes - (start - began) / 60
         if left < stage.least and stage is not todo[0]:
             break
@@ -211,11 +246,14 @@ def main(arguments: list[str] | None = None) -> int:
             words = [str(word) for word in stage.arguments(round(left, 3))] + options.get(stage.name, [])
             if code := stage.command(words):
                 return code
+            if stage.name == "data":
+                same_data()
         except (UserError, OSError, ValueError, KeyError, BadZipFile) as error:
             print(
                 f"error: stage {stage.name}: {type(error).__name__}: {error}\n"
-                "If a file that it reads is damaged or gone, restore it, or delete the folder that it is of "
-                f"and that folder's name in {ledger}.",
+                "If a file that it reads is damaged or gone, restore it. Of a damaged `state` folder only that may be "
+                "deleted: a training goes on from the weights beside it. Else delete the folder of the stage that made "
+                f"the file, and that stage's name in {ledger}.",
                 file=sys.stderr,
             )
             return 2

@@ -1,6 +1,6 @@
 """Measures a demo checkpoint on the held-out sets, through the engine, greedy; writes JSON.
 
-python -m scripts.train_demo.evaluate --data build/train_demo --checkpoint FOLDER --out scripts/results/demo-eval.json
+python -m scripts.train_demo.evaluate --data build/demo_data --checkpoint demo --out demo-eval.json
 
 --masters names an export without quantization, to say what quantization costs in perplexity. scripts/plot_eval.py draws
 the JSON.
@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from di_jax.checkpoint.hub import resolve_checkpoint
 from di_jax.config import load_config
 from di_jax.engine.scorer import Scorer
 from di_jax.engine.setup import EngineParts, build_engine_parts
@@ -31,7 +33,10 @@ from di_jax.evaluation.judges import judge_by_rule
 from di_jax.evaluation.tasks import load_items
 from di_jax.llm import LLM
 from di_jax.sampling_params import SamplingParams
+from scripts import command_line
 from scripts.train_demo import ngram_baseline
+from scripts.train_demo.dataset import check_prepared
+from scripts.train_demo.identity import data_digest, tokenizer_mismatch, weights_digest
 
 TASKS = ("copy", "reverse", "sort", "calc", "fact", "json", "chat", "tool")
 DISTANCES = (256, 512, 1024, 2048, 4096)
@@ -90,15 +95,18 @@ def perplexity(parts: EngineParts, text: np.ndarray) -> float:
 class Findings:
     """What has been measured, kept in a file after every measurement: a later call for the same goes on from it.
 
-    what: the options that results depend on.
+    what: the options that results depend on. Raises ValueError for a file that is none of its own.
     """
 
     def __init__(self, file: Path, what: dict[str, Any], deadline: float) -> None:
         self.file, self.what, self.deadline = file, what, deadline
         self.found: dict[str, dict[str, Any]] = {"perplexity": {}, "tasks": {}}
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if kept.get("what") == what:
-            self.found = kept["found"]
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            if kept.get("what") == what:
+                self.found = {kind: dict(kept["found"][kind]) for kind in self.found}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}: damaged ({error!r}); delete it, all is measured anew") from error
 
     def missing(self, kind: str, names: Iterable[str]) -> list[str]:
         return [name for name in names if name not in self.found[kind]]
@@ -145,7 +153,7 @@ def measure(findings: Findings, args: argparse.Namespace) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="evaluate a demo checkpoint")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--checkpoint", required=True, help="as model.path: a folder, a hub id or demo")
     parser.add_argument("--masters", type=Path, help="the same weights, exported with --unquantized")
     parser.add_argument("--out", type=Path, required=True, help="JSON; FILE.partial while something is missing")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no measurement after so many")
@@ -155,8 +163,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text-tokens", type=int, default=60_000, help="held-out tokens of a text for its perplexity")
     parser.add_argument("--compile-dir", default=None)
     args = parser.parse_args(arguments)
+    if args.limit < 1:
+        parser.error(f"--limit {args.limit}: at least 1")
+    if args.text_tokens <= CONTEXT:
+        parser.error(f"--text-tokens {args.text_tokens}: more than {CONTEXT}, which are context only")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: its folder does not exist")
+    check_prepared(args.data)
+    shown, args.checkpoint = args.checkpoint, resolve_checkpoint(args.checkpoint)
+    if why := tokenizer_mismatch(args.data, args.checkpoint):
+        parser.error(f"--checkpoint {shown}: {why}")
     partial = args.out.with_name(f"{args.out.name}.partial")
-    what = {name: str(getattr(args, name)) for name in ("checkpoint", "masters", "dtype", "limit", "text_tokens")}
+    sizes = {name: str(getattr(args, name)) for name in ("dtype", "limit", "text_tokens")}
+    # Not their folders: other weights may be exported there meanwhile.
+    digests = {"weights_sha256": weights_digest(args.checkpoint), "data_sha256": data_digest(args.data)}
+    masters = {"masters_sha256": weights_digest(args.masters)} if args.masters else {}
+    what = {**sizes, **digests, **masters}
     findings = Findings(partial, what, time.monotonic() + 60 * args.minutes)
     if not measure(findings, args):
         print(f"{partial}: something is missing yet; call again")
@@ -167,7 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": args.dtype,
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "numpy")}},
         "date": datetime.date.today().isoformat(),
-        "command": "python -m scripts.train_demo.evaluate --data build/train_demo --checkpoint FOLDER --out FILE",
+        "command": shlex.join(["python", "-m", "scripts.train_demo.evaluate", *(arguments or sys.argv[1:])]),
+        **digests,
         **findings.found,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -178,4 +201,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

@@ -48,6 +48,7 @@ from di_jax.model.linear import Numerics
 from scripts.train_demo.curriculum import LEARNED, Clock, Rate, Stage, curriculum, plan_of
 from scripts.train_demo.dataset import Batches, Data, loss_weights
 from scripts.train_demo.forward import cross_entropy, forward
+from scripts.train_demo.identity import tokenizer_mismatch
 from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts
 from scripts.train_demo.state import State, leave, travelled
 from scripts.train_demo.tasks import CLASSES, RECALL
@@ -315,17 +316,6 @@ class Stretch:
         )
         self.profile = None
         return params, state
-
-
-def tokenizer_mismatch(data: Path, checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint whose tokens are not the data's, to which its weights would be noise."""
-    files = [folder / "tokenizer.json" for folder in (data, checkpoint)]
-    if missing := [file for file in files if not file.is_file()]:
-        return f"{missing[0]}: no such file"
-    mine, theirs = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    if mine["model"] == theirs["model"] and mine["added_tokens"] == theirs["added_tokens"]:
-        return None
-    return f"its tokenizer is not that of --data {data}: prepare data with --tokenizer {files[1]}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -117,13 +117,54 @@ def test_what_is_damaged_is_told_by_its_stage(tmp_path: Path, monkeypatch, capsy
     assert called(tmp_path, capsys)["done"] == 3 and calls.names() == "bc"
 
 
-@pytest.mark.parametrize("ledger", ['{"done": [', "[]"])
+@pytest.mark.parametrize(
+    "ledger", ['{"done": [', "[]", '{"done": 5}', '{"done": null}', '{"done": ["d"]}', '{"seconds": []}']
+)
 def test_a_damaged_ledger_is_named(tmp_path: Path, monkeypatch, capsys, ledger: str) -> None:
     Calls(monkeypatch)
     (tmp_path / "stages.json").write_text(ledger)
     with pytest.raises(SystemExit):
         command.main(["--out", str(tmp_path)])
     assert "stages.json is damaged" in capsys.readouterr().err
+
+
+def test_a_stage_that_cannot_be_done_here_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:
+    calls, whole = Calls(monkeypatch), command.stages
+    monkeypatch.setattr(
+        command,
+        "stages",
+        lambda *a: [
+            dataclasses.replace(s, impossible=lambda: "it is elsewhere") if s.name == "b" else s for s in whole(*a)
+        ],
+    )
+    assert called(tmp_path, capsys) == {"done": 3, "of": 3, "next": None} and calls.names() == "ac"
+    kept = json.loads((tmp_path / "stages.json").read_text())
+    assert kept["left_out"] == {"b": "it is elsewhere"} and kept["seconds"].keys() == {"a", "c"}
+
+
+def test_the_masters_are_compared_only_where_they_are(tmp_path: Path) -> None:
+    """A folder that moved came without its states."""
+    (stage,) = (stage for stage in command.stages(tmp_path, tmp_path, None) if stage.name == "compare")
+    for end in command.ENDS:
+        assert f"{end}/state" in str(stage.impossible())
+        (tmp_path / end / "state").mkdir(parents=True)
+    assert stage.impossible() is None
+
+
+def test_a_folder_goes_on_with_the_data_that_it_was_begun_with(tmp_path: Path, monkeypatch, capsys) -> None:
+    Calls(monkeypatch)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").touch()
+    manifest = {"seconds": 1, "sha256": {"tokenizer.json": "aa"}}
+    (tmp_path / "one" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "two" / "manifest.json").write_text(json.dumps(manifest | {"seconds": 2}))  # made again
+    assert called(tmp_path / "out", capsys, "--data", str(tmp_path / "one"))["next"] is None
+    assert called(tmp_path / "out", capsys, "--data", str(tmp_path / "two"))["next"] is None
+    (tmp_path / "two" / "manifest.json").write_text(json.dumps({"sha256": {"tokenizer.json": "bb"}}))
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path / "out"), "--data", str(tmp_path / "two")])
+    assert f"{tmp_path / 'two'} holds other data than {tmp_path / 'out'} was begun with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--data", "--out"])

@@ -23,6 +23,7 @@ from di_jax.model.quantization import fake_quantize_weight
 from scripts.train_demo import train
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.curriculum import FLOOR, STAGES, WARM_UP, Clock, Rate, curriculum, plan_of
+from scripts.train_demo.identity import tokenizer_mismatch
 from scripts.train_demo.parameters import TrainingTransformer, builder, initial, storages
 from scripts.train_demo.tasks import CALC, CLASSES, RECALL
 from scripts.train_demo.train import BIAS_STEP, LOGGED_EVERY, Stretch, balanced, by_form, by_kind, sample_positions
@@ -137,7 +138,7 @@ def test_a_negative_number_of_steps_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_a_checkpoint_of_tokenizer_mismatch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ids that mean something else: on from there a training learns everything anew, and nothing says so."""
     mine = json.loads((demo_checkpoint() / "tokenizer.json").read_text(encoding="utf-8"))
-    assert train.tokenizer_mismatch(demo_checkpoint(), demo_checkpoint()) is None
+    assert tokenizer_mismatch(demo_checkpoint(), demo_checkpoint()) is None
     first, second, *rest = mine["model"]["merges"]
     data, checkpoint = tmp_path / "data", tmp_path / "checkpoint"
     for folder, merges in ((data, [first, second, *rest]), (checkpoint, [second, first, *rest])):
@@ -150,7 +151,7 @@ def test_a_checkpoint_of_tokenizer_mismatch_is_refused(tmp_path: Path, capsys: p
     assert f"prepare data with --tokenizer {checkpoint / 'tokenizer.json'}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (checkpoint / "tokenizer.json").unlink()
-    assert train.tokenizer_mismatch(data, checkpoint) == f"{checkpoint / 'tokenizer.json'}: no such file"
+    assert tokenizer_mismatch(data, checkpoint) == f"{checkpoint / 'tokenizer.json'}: no such file"
 
 
 def test_batches_come_in_order_and_their_thread_ends() -> None:
