@@ -66,7 +66,6 @@ def outputs(params: Params) -> dict[str, tuple[jax.Array, ...]]:
     return made
 
 
-@pytest.mark.slow
 def test_it_computes_what_the_engine_computes(outputs: dict[str, tuple[jax.Array, ...]]) -> None:
     """With quantized weights, and where the masters are to be seen as they are, with these."""
     for form in ("", ", masters"):
