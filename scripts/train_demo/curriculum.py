@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, Self
 
 from scripts.train_demo.dataset import Mix
 
@@ -38,15 +39,24 @@ STAGES = {
 
 
 def plan_of(words: list[str], rows: int | None = None, length: int | None = None) -> list[tuple[Stage, float]]:
-    """`NAME` or `NAME:MINUTES` each -> (stage, seconds at most). rows, length: instead of those of the stages."""
+    """`NAME` or `NAME:MINUTES` each -> (stage, seconds at most). rows, length: instead of those of the stages.
+
+    Raises ValueError for a name that is none, or minutes that are not a positive number.
+    """
     plan = []
     for word in words:
         name, _, minutes = word.partition(":")
         if name not in STAGES:
             raise ValueError(f"--stages: unknown stage {name!r}; there are {', '.join(STAGES)}")
+        try:
+            limit = float(minutes) if minutes else math.inf
+        except ValueError:
+            limit = math.nan
+        if not limit > 0:
+            raise ValueError(f"--stages {word}: minutes are a positive number")
         stage = STAGES[name]
         stage = dataclasses.replace(stage, batch=rows or stage.batch, length=length or stage.length)
-        plan.append((stage, 60 * float(minutes) if minutes else math.inf))
+        plan.append((stage, 60 * limit))
     return plan
 
 
@@ -87,6 +97,24 @@ class Clock:
     stage_done: bool = False
     recall: float = 0.0  # share of right values beyond the window in the last interval
     done: bool = False  # its schedule is used up
+    stretch: int = 1  # counted up where training went on with a fresh optimizer; older clocks lack it
+
+    @classmethod
+    def of(cls, found: Any) -> Self:
+        """From the JSON of `asdict`. Raises ValueError for anything else."""
+        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        if not isinstance(found, dict) or "step" not in found:
+            raise ValueError("no clock of a training")
+        for name, value in found.items():
+            if name not in kinds:
+                raise ValueError(f"no clock of a training: {name!r} is none of its fields")
+            if type(value) is not kinds[name] and (kinds[name], type(value)) != (float, int):
+                raise ValueError(f"no clock of a training: {name} is {value!r}")
+        return cls(**found)
+
+    def with_fresh_optimizer(self) -> Self:
+        """As weights alone go on, on another machine."""
+        return dataclasses.replace(self, optimizer_steps=0, stretch=self.stretch + 1)
 
     def remaining(self, plan: list[tuple[Stage, float]]) -> list[tuple[Stage, float]]:
         """The part of the plan that is still to do: from the clock's stage on, or all if it is not in the plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -197,13 +198,17 @@ def save_parts(folder: Path, params: Mapping[str, Array], prefix: str) -> list[P
 
 
 def load_parts(files: list[Path]) -> dict[str, np.ndarray]:
-    """fp32 parameters of `save_parts`."""
+    """fp32 parameters of `save_parts`. Raises ValueError that names the file if one is damaged or none of these."""
     pieces: dict[str, dict[int, np.ndarray]] = {}
     for file in files:
-        with np.load(file) as data:
-            for key in data.files:
-                stem, i = key.rsplit("|", 1)
-                pieces.setdefault(stem, {})[int(i)] = data[key]
+        try:
+            with np.load(file) as data:
+                for key in data.files:
+                    stem, i = key.rsplit("|", 1)
+                    pieces.setdefault(stem, {})[int(i)] = data[key]
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError) as error:
+            # These name no file, and speak of pickles where the first bytes are not a zip's.
+            raise ValueError(f"{file} is damaged, or not a file of a training's weights") from error
     params = {}
     for stem, found in pieces.items():
         path, kind, shape_text = stem.split("|")

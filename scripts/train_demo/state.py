@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ class State:
         found = self.manager.restore(step, args=ocp.args.Composite(**wanted, clock=ocp.args.JsonRestore()))
         # Restored arrays are bound to their device, for which the steps would be compiled anew.
         trees = {name: jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), found[name]) for name in templates}
-        return trees, Clock(**found["clock"])
+        return trees, Clock.of(found["clock"])
 
     def save(self, trees: Mapping[str, Any], clock: Clock) -> None:
         """Keeps this instead of what was kept before; returns when it is on disk. No new steps: nothing to keep."""
@@ -50,21 +52,71 @@ class State:
         self.manager.wait_until_finished()
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Writes the file whole or, if the process is killed meanwhile, not at all."""
+    aside = file.with_name(f"{file.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, file)
+
+
+def cut_log(file: Path, step: int) -> None:
+    """Drops the records of a log beyond `step`: a killed stretch left them, and their steps are trained again.
+
+    Also lines that were not written to their end. A log that has none of these, or is not there, is left alone.
+    """
+
+    def stays(line: str) -> bool:
+        try:
+            return line.endswith("\n") and json.loads(line)["step"] <= step
+        except ValueError:
+            return False
+
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if stays(line)]
+    if len(kept) < len(lines):
+        replace_text(file, "".join(kept))
+
+
 def leave(folder: Path, prefix: str, weights: Mapping[str, Any], clock: Clock) -> None:
-    """Weights in files that can travel (`save_parts`), and then how far they are: `PREFIX-progress.json`."""
-    save_parts(folder, weights, prefix)
-    (folder / f"{prefix}-progress.json").write_text(json.dumps(dataclasses.asdict(clock)) + "\n", encoding="utf-8")
+    """Weights in files that can travel (`save_parts`), and then how far they are: `PREFIX-progress.json`.
+
+    Files are replaced once all of them are whole: a kill while they are written does not cost what was left before.
+    """
+    aside = folder / f"{prefix}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for file in save_parts(aside, weights, prefix):
+        os.replace(file, folder / file.name)
+    aside.rmdir()
+    replace_text(folder / f"{prefix}-progress.json", json.dumps(dataclasses.asdict(clock)) + "\n")
 
 
 def progress(folder: Path, prefix: str) -> Clock | None:
-    """How far the weights of `leave` are, or None."""
+    """How far the weights of `leave` are, or None. Raises ValueError that names the file if it is damaged."""
     file = folder / f"{prefix}-progress.json"
-    return Clock(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    try:
+        return Clock.of(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    except ValueError as error:  # of JSON and of UTF-8 as well
+        raise ValueError(f"{file} is damaged ({error})") from error
 
 
 def travelled(folder: Path, prefix: str) -> tuple[dict[str, np.ndarray], Clock] | None:
-    """What `leave` wrote, for a machine that has no state: weights, and a clock whose optimizer is fresh; or None."""
-    clock = progress(folder, prefix)
-    if clock is None:
+    """What `leave` wrote, for a machine that has no state: weights, and a clock whose optimizer is fresh; or None.
+
+    Raises ValueError for a damaged file, and where weights or their progress are missing: without it they would be
+    trained over from the beginning.
+    """
+    clock, files = progress(folder, prefix), sorted(folder.glob(f"{prefix}-[0-9]*.npz"))
+    if clock is None and not files:
         return None
-    return load_parts(sorted(folder.glob(f"{prefix}-*.npz"))), dataclasses.replace(clock, optimizer_steps=0)
+    if clock is None:
+        raise ValueError(
+            f"{folder / f'{prefix}-progress.json'} is missing beside {files[0].name}: copy it, too, or delete these"
+        )
+    if not files:
+        raise ValueError(
+            f"{folder / f'{prefix}-0.npz'} is missing beside {prefix}-progress.json: copy it, too, or delete that"
+        )
+    return load_parts(files), clock.with_fresh_optimizer()

@@ -7,6 +7,9 @@ alone, in files of at most 15 MiB, the log as JSON lines and the curves as PNG: 
 machine, training goes on from these with a fresh optimizer. --weights or --checkpoint begin with the weights of another
 training. Time is counted in minutes of training, compilation aside.
 
+SIGINT (Ctrl-C) or SIGTERM end a stretch after the step that runs, with all of this saved. Nothing can be saved from a
+SIGKILL: for it --state is kept every two minutes of training.
+
 --stages names the curriculum: a stage ends when recall beyond the window has been learned, or after its minutes. The
 indexer can only learn to select what attention looks at, so recall has to be learned with dense attention first.
 
@@ -31,130 +34,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import Array, lax
+from jax import Array
 from tqdm import tqdm
 
 from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
+from scripts import command_line
 from scripts.train_demo.curriculum import LEARNED, Clock, Rate, Stage, curriculum, plan_of
-from scripts.train_demo.dataset import Batches, Data, loss_weights
-from scripts.train_demo.forward import cross_entropy, forward
+from scripts.train_demo.dataset import Batches, Data
 from scripts.train_demo.identity import tokenizer_mismatch
+from scripts.train_demo.options import COUNT, POSITIVE, ROW_LENGTH, SEED, WEIGHT
 from scripts.train_demo.parameters import Params, builder, from_checkpoint, initial, load_parts
-from scripts.train_demo.state import State, leave, travelled
+from scripts.train_demo.state import State, cut_log, leave, travelled
+from scripts.train_demo.step import compiled_step, optimizer
+from scripts.train_demo.stopping import Stop, stopping
 from scripts.train_demo.tasks import CLASSES, RECALL
 from scripts.train_demo.train_report import kernel_table, plot
 
-BIAS_STEP = 0.001  # router bias: towards the mean load, by this much a step
-INDEX_WEIGHT = 1.0
 LOGGED_EVERY = 20  # steps
+KEPT_EVERY = 120.0  # seconds of training between two savings of the state
 PROFILED = (30, 3)  # steps before the trace and in it
-TRACING = threading.Lock()  # Python traces one step after the other, the first stage's first; XLA compiles side by side
-
-
-def optimizer(peak: float) -> optax.GradientTransformation:
-    """AdamW on matrices, Adam on the rest; the rate is injected every step."""
-
-    def decays(params: Params) -> dict[str, bool]:
-        return {
-            p: v.ndim >= 2 and not p.endswith(("norm.weight", "bias", "bias_vl", "base", "scale"))
-            for p, v in params.items()
-        }
-
-    return optax.inject_hyperparams(
-        lambda learning_rate: optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(learning_rate, b1=0.9, b2=0.98, eps=1e-10, weight_decay=0.02, mask=decays),
-        )
-    )(learning_rate=peak)
-
-
-def sample_positions(classes: Array, stride: int) -> Array:
-    """The queries of the index loss, int32 [B, T / stride]: half of them spaced evenly, half where a value is recalled.
-
-    classes [B, T] of the predicted tokens. Rows without recall are sampled at arbitrary positions instead.
-    """
-    batch, length = classes.shape
-    half = length // stride // 2
-    even = jnp.broadcast_to(jnp.arange(2 * stride - 1, length, 2 * stride, dtype=jnp.int32), (batch, half))
-    spread = (jnp.arange(length) * 0.6180339887) % 1.0  # an order that favours no part of the row
-    _, chosen = lax.top_k((classes >= RECALL) + spread, half)
-    return jnp.concatenate([even, chosen.astype(jnp.int32)], axis=1)
-
-
-def balanced(bias: Array, load: Array) -> Array:
-    """The router's bias fp32 [L, E] after a step that gave load [L, E] rows to the experts: down by BIAS_STEP where
-    that is more than the layer's mean, up where it is less."""
-    return bias + BIAS_STEP * jnp.sign(jnp.mean(load, -1, keepdims=True) - load)
-
-
-def make_step(config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation) -> Any:
-    """The jitted training step of a stage: (params, optimizer state, tokens [B, T+1], classes [B, T], rate, exact).
-
-    exact: bool scalar, whether the loss is that of the masters as they are.
-    """
-    build, _ = builder(config, Numerics.training("bfloat16"), tables, dense=stage.dense)
-    weights = jnp.asarray(loss_weights())
-
-    def loss(params: Params, tokens: Array, classes: Array, exact: Array) -> tuple[Array, dict[str, Array]]:
-        model = build(params, exact)
-        sample = sample_positions(classes, stage.stride)
-        out = forward(model, tokens[:, :-1], sample)
-        ce, sums = cross_entropy(model, out.hidden, tokens[:, 1:].reshape(-1), classes.reshape(-1), weights)
-        recalls = jnp.take_along_axis(classes, sample, axis=1) >= RECALL
-        mean = jnp.mean(out.load, axis=-1, keepdims=True)
-        report = {
-            "loss": ce,
-            "classes": sums,
-            "index": out.index_loss,
-            "covered": jnp.mean(out.covered, axis=(1, 2)),
-            "covered_recall": jnp.sum(out.covered * recalls, axis=(1, 2)) / jnp.maximum(jnp.sum(recalls), 1),
-            "load": out.load,
-            "balance": jnp.max(out.load / mean),
-        }
-        return ce + INDEX_WEIGHT * jnp.mean(out.index_loss), report
-
-    def step(params: Params, state: Any, tokens: Array, classes: Array, rate: Array, exact: Array) -> Any:
-        (_, report), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, classes, exact)
-        state.hyperparams["learning_rate"] = rate
-        updates, state = opt.update(grads, state, params)
-        updated = optax.apply_updates(params, updates)
-        load = report.pop("load")
-        bias = balanced(params["layers.ffn.gate.bias"], load)
-        updated["layers.ffn.gate.bias"] = bias
-        updated["layers.ffn.gate.bias_vl"] = bias  # no images here: they would route as text does
-        report["gradient"] = optax.global_norm(grads)
-        return updated, state, report
-
-    return jax.jit(step, donate_argnums=(0, 1))
-
-
-def compiled_step(
-    config: ModelConfig, tables: EngramTables, stage: Stage, opt: optax.GradientTransformation, params: Params
-) -> Callable[..., Any]:
-    """The executable of a stage's step."""
-    began = time.monotonic()
-    state = jax.eval_shape(opt.init, params)
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), (params, state))
-    tokens = jax.ShapeDtypeStruct((stage.batch, stage.length + 1), jnp.int32)
-    classes = jax.ShapeDtypeStruct((stage.batch, stage.length), jnp.uint8)
-    rate, exact = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
-    with TRACING:
-        lowered = make_step(config, tables, stage, opt).lower(*abstract, tokens, classes, rate, exact)
-    executable = lowered.compile()
-    memory = executable.memory_analysis().temp_size_in_bytes / 2**30
-    took = time.monotonic() - began
-    print(f"{stage.name}: compiled in {took:.0f} s, {memory:.1f} GiB of temporaries", file=sys.stderr, flush=True)
-    return executable
 
 
 def prefetch(batches: Iterator[Any], depth: int = 4) -> Generator[Any, None, None]:
@@ -206,7 +113,10 @@ def by_form(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class Stretch:
-    """One call: trains until the plan, the schedule or the time is used up, and keeps the log."""
+    """One call: trains until the plan, the schedule or the time is used up or it is stopped, and keeps the log.
+
+    keep: saves weights and optimizer; called every KEPT_EVERY seconds of training.
+    """
 
     def __init__(
         self,
@@ -216,9 +126,13 @@ class Stretch:
         log_file: Path,
         profile: Path | None = None,
         exact_every: int = 0,
+        stop: Stop | None = None,
+        keep: Callable[[Params, Any], None] | None = None,
     ) -> None:
         self.clock, self.rate, self.deadline, self.log_file, self.profile = clock, rate, deadline, log_file, profile
-        self.exact_every = exact_every
+        self.exact_every, self.keep = exact_every, keep
+        self.stop = Stop() if stop is None else stop
+        self.kept_s = clock.trained_s  # when the state was saved last
 
     def over(self) -> bool:
         return time.monotonic() > self.deadline or self.clock.trained_s >= 60 * self.rate.total
@@ -226,7 +140,8 @@ class Stretch:
     def run(
         self, stage: Stage, seconds: float, step: Callable[..., Any], batches: Iterator[Any], params: Params, state: Any
     ) -> tuple[Params, Any]:
-        """Steps of one stage until it has been learned or its seconds, the schedule or the time are used up."""
+        """Steps of one stage until it has been learned, its seconds, the schedule or the time are used up, or it is
+        stopped."""
         clock = self.clock
         clock.enter(stage)
         pending: list[dict[str, Any]] = []
@@ -244,7 +159,8 @@ class Stretch:
                 params, state, report = self._step(step, params, state, tokens, classes)
                 pending.append(report)
                 done += 1
-                if len(pending) < LOGGED_EVERY and last is not None:
+                stopped = bool(self.stop)  # as of this step, which is then logged
+                if len(pending) < LOGGED_EVERY and last is not None and not stopped:
                     continue
                 values = jax.device_get(pending)
                 now = time.monotonic()
@@ -275,8 +191,11 @@ class Stretch:
                 if clock.stage_s >= seconds or (math.isfinite(seconds) and clock.recall >= LEARNED):
                     clock.stage_done = True
                     break
-                if self.over():
+                if stopped or self.over():
                     break
+                if self.keep is not None and clock.trained_s - self.kept_s >= KEPT_EVERY:
+                    self.keep(params, state)
+                    self.kept_s, last = clock.trained_s, time.monotonic()  # saving is not training time
         jax.block_until_ready(params)
         return params, state
 
@@ -319,31 +238,42 @@ class Stretch:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="train the demo model, one stretch")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_demo.train", description="train the demo model, one stretch"
+    )
     parser.add_argument("--data", type=Path, required=True, help="what scripts.train_demo.prepare made")
     parser.add_argument("--state", type=Path, required=True, help="checkpoint of the last stretch, with the optimizer")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, log and curves")
     parser.add_argument("--weights", type=Path, nargs="*", default=[], help="weight files to start from")
     parser.add_argument("--checkpoint", type=Path, help="an exported checkpoint to start from")
     parser.add_argument("--stages", nargs="+", default=["dense:5", "sparse:1.5", "long"], metavar="NAME[:MINUTES]")
-    parser.add_argument("--minutes", type=float, required=True, help="of this stretch, compilation included")
-    parser.add_argument("--total-minutes", type=float, required=True, help="of training in the whole schedule")
-    parser.add_argument("--decay-from", type=float, help="minute of training; by default at 60%% of the schedule")
-    parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--minutes", type=POSITIVE, required=True, help="of this stretch, compilation included")
+    parser.add_argument("--total-minutes", type=POSITIVE, required=True, help="of training in the whole schedule")
+    parser.add_argument("--decay-from", type=WEIGHT, help="minute of training; by default at 60%% of the schedule")
+    parser.add_argument("--peak", type=POSITIVE, default=2e-3, help="peak learning rate")
     parser.add_argument(
         "--exact-every", type=int, default=0, metavar="N", help="each N-th step sees the masters; 0: none"
     )
-    parser.add_argument("--rows", type=int, help="of a step, for a trial on a CPU; default: as the stage has them")
-    parser.add_argument("--row-length", type=int, help="tokens of a row, likewise; a multiple of 128")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=COUNT, help="of a step, for a trial on a CPU; default: as the stage has them")
+    parser.add_argument("--row-length", type=ROW_LENGTH, help="tokens of a row, likewise; a multiple of 128")
+    parser.add_argument("--seed", type=SEED, default=0)
     parser.add_argument("--profile", type=Path, help="folder for a trace of the first stage")
     args = parser.parse_args(arguments)
     if args.exact_every < 0:
         parser.error(f"--exact-every {args.exact_every}: a number of steps, or 0 for quantized weights in all")
-    began = time.monotonic()
     if args.checkpoint and (why := tokenizer_mismatch(args.data, args.checkpoint)):
         parser.error(f"--checkpoint {args.checkpoint}: {why}")
-    plan = plan_of(args.stages, args.rows, args.row_length)
+    try:
+        plan = plan_of(args.stages, args.rows, args.row_length)
+    except ValueError as error:
+        parser.error(str(error))
+    with stopping() as stop:
+        return train(args, plan, stop)
+
+
+def train(args: argparse.Namespace, plan: list[tuple[Stage, float]], stop: Stop) -> int:
+    """One stretch with the options of `main`; its status."""
+    began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     config = ModelConfig.from_file(args.data / "config.json")
     tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
@@ -364,13 +294,21 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             params = {path: jnp.asarray(value) for path, value in weights.items()}
         state = opt.init(params)
+
+    def keep(params: Params, state: Any) -> None:
+        kept.save({"weights": params, "optimizer": state}, clock)
+
     rate = Rate(
         args.peak, args.decay_from if args.decay_from is not None else 0.6 * args.total_minutes, args.total_minutes
     )
     deadline = began + args.minutes * 60 - 30  # the rest is for saving
-    stretch = Stretch(clock, rate, deadline, args.out / "log.jsonl", args.profile, args.exact_every)
+    log_file = args.out / "log.jsonl"
+    cut_log(log_file, clock.step)
+    stretch = Stretch(clock, rate, deadline, log_file, args.profile, args.exact_every, stop, keep)
     data = Data(args.data)
     todo, start = clock.remaining(plan), clock.step
+    if stop:
+        return stop.status("before the first step, nothing to save")
     # Later stages compile while the first one trains.
     with ThreadPoolExecutor(max(1, len(todo))) as compiler:
         steps: list[Future[Callable[..., Any]]] = [
@@ -379,18 +317,25 @@ def main(arguments: list[str] | None = None) -> int:
         for (stage, seconds), future in zip(todo, steps, strict=True):
             if stretch.over() and clock.step > start:  # a call makes a step at least
                 break
-            step = future.result()
+            while not stop and not future.done():
+                wait([future], timeout=0.2)
+            if stop:
+                break
             mix = lambda _, stage=stage: curriculum(stage, clock.recall)  # noqa: E731
             made = Batches(data, args.seed, stage.batch, stage.length, mix, start=clock.step)
             with contextlib.closing(prefetch(iter(made))) as batches:
-                params, state = stretch.run(stage, seconds, step, batches, params, state)
-    clock.done = clock.trained_s >= 60 * args.total_minutes or not clock.remaining(plan)
-    kept.save({"weights": params, "optimizer": state}, clock)
-    leave(args.out, "weights", params, clock)
-    plot(args.out / "log.jsonl", args.out / "loss.png")
+                params, state = stretch.run(stage, seconds, future.result(), batches, params, state)
+        # All is on disk before what still compiles is waited for, which cannot be cancelled.
+        if stop and clock.step == start:
+            return stop.status("before the first step, nothing to save")
+        clock.done = clock.trained_s >= 60 * args.total_minutes or not clock.remaining(plan)
+        keep(params, state)
+        leave(args.out, "weights", params, clock)
+        status = stop.status(f"step {clock.step} is saved in {args.state} and {args.out}")
+    plot(log_file, args.out / "loss.png")
     print(json.dumps(dataclasses.asdict(clock)))
-    return 0
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

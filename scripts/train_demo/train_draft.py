@@ -12,7 +12,9 @@ the training text by heart, so that its entropy there is 2.89 nats and 3.17 on h
 tokens drawn it is 3.01 and 3.24. The weights that are saved, and judged on held-out rows, are an average over steps.
 
 --state keeps weights, average and optimizer for the next stretch on the same machine; where there is none, on another
-machine, training goes on from what --out holds. --total-minutes is the whole schedule's, by default one stretch.
+machine, training goes on from what --out holds, and the log counts up its `stretch`: the optimizer is fresh.
+--total-minutes is the whole schedule's, by default one stretch. SIGINT (Ctrl-C) or SIGTERM end a stretch after the step
+that runs, with all of this saved; so it is at each judgement, for the case of a SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from di_jax.model.dspark import LEAF_PREFIX, DraftContext, DraftModel
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.transformer import Transformer
+from scripts import command_line
 from scripts.train_demo.curriculum import Clock, Rate
 from scripts.train_demo.dataset import Batches, Data
 from scripts.train_demo.forward import forward
+from scripts.train_demo.options import COUNT, POSITIVE, ROW_LENGTH, SHARE, WEIGHT
 from scripts.train_demo.parameters import (
     TRAINING_KERNELS,
     Build,
@@ -50,10 +54,12 @@ from scripts.train_demo.parameters import (
     initial,
     load_parts,
 )
-from scripts.train_demo.state import State, leave, travelled
+from scripts.train_demo.state import State, cut_log, leave, travelled
+from scripts.train_demo.step import optimizer
+from scripts.train_demo.stopping import Stop, stopping
 from scripts.train_demo.tasks import IGNORE, PROMPT, TEXT
 from scripts.train_demo.tokenizer import EOS_ID
-from scripts.train_demo.train import LOGGED_EVERY, optimizer, prefetch
+from scripts.train_demo.train import LOGGED_EVERY, prefetch
 
 CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0  # weights of the losses, dspark 1.5
 BATCH, LENGTH = 32, 1024
@@ -249,7 +255,9 @@ def make_steps(config: ModelConfig, tables: EngramTables, opt: optax.GradientTra
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="train the draft of the demo model, one stretch")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_demo.train_draft", description="train the draft of the demo model, one stretch"
+    )
     parser.add_argument("--data", type=Path, required=True)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--target", type=Path, nargs="+", help="weight files of the trained model")
@@ -257,23 +265,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--draft", type=Path, nargs="*", default=[], help="weight files of a draft to start from")
     parser.add_argument("--state", type=Path, required=True, help="what the last stretch left, with the optimizer")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, required=True, help="of this stretch, compilation included")
-    parser.add_argument("--total-minutes", type=float, help="of training in the whole schedule; default: this stretch")
-    parser.add_argument("--steps", type=int, help="steps at most, in all stretches")
-    parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--batch", type=int, default=BATCH, help="rows of a step; few on a CPU")
-    parser.add_argument("--row-length", type=int, default=LENGTH, help="tokens of a row, a multiple of 128")
-    parser.add_argument("--stride", type=int, default=STRIDE, help="tokens from one anchor to the next")
+    parser.add_argument("--minutes", type=POSITIVE, required=True, help="of this stretch, compilation included")
+    parser.add_argument(
+        "--total-minutes", type=POSITIVE, help="of training in the whole schedule; default: this stretch"
+    )
+    parser.add_argument("--steps", type=COUNT, help="steps at most, in all stretches")
+    parser.add_argument("--peak", type=POSITIVE, default=2e-3, help="peak learning rate")
+    parser.add_argument("--batch", type=COUNT, default=BATCH, help="rows of a step; few on a CPU")
+    parser.add_argument("--row-length", type=ROW_LENGTH, default=LENGTH, help="tokens of a row, a multiple of 128")
+    parser.add_argument("--stride", type=COUNT, default=STRIDE, help="tokens from one anchor to the next")
     parser.add_argument("--soft", action="store_true", help="cross entropy to the target's distribution")
-    parser.add_argument("--length", type=float, default=0.0, help="weight of the expected accepted share of a block")
-    parser.add_argument("--drawn", type=float, default=0.0, help="share of the text drawn anew, in every second batch")
-    parser.add_argument("--held-out-rows", type=int, default=64, help="rows that training is judged by")
-    parser.add_argument("--held-out-every", type=int, default=500, help="steps between two judgements; each saves")
+    parser.add_argument("--length", type=WEIGHT, default=0.0, help="weight of the expected accepted share of a block")
+    parser.add_argument("--drawn", type=SHARE, default=0.0, help="share of the text drawn anew, in every second batch")
+    parser.add_argument("--held-out-rows", type=COUNT, default=64, help="rows that training is judged by")
+    parser.add_argument("--held-out-every", type=COUNT, default=500, help="steps between two judgements; each saves")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     args = parser.parse_args(arguments)
+    config = ModelConfig.from_file(args.data / "config.json")
+    if args.row_length < config.draft_block + 2 * args.stride:
+        parser.error(f"--stride {args.stride}: no anchor fits into rows of {args.row_length} tokens")
+    with stopping() as stop:
+        return train(args, config, stop)
+
+
+def train(args: argparse.Namespace, config: ModelConfig, stop: Stop) -> int:
+    """One stretch with the options of `main`; its status."""
     began, limit = time.monotonic(), args.minutes * 60 - RESERVE_S
     args.out.mkdir(parents=True, exist_ok=True)
-    config = ModelConfig.from_file(args.data / "config.json")
     tables = EngramTables.build(config, np.load(args.data / "token_map.npy"))
     _, shapes = draft_builder(config, Numerics.training(args.dtype))
 
@@ -301,8 +319,16 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             params = initial(config, shapes, seed=1)
         state, average = opt.init(params), jax.tree.map(jnp.copy, params)
+
+    def keep() -> None:
+        kept.save({"weights": params, "average": average, "optimizer": state}, clock)
+
+    log_file = args.out / "draft_log.jsonl"
+    cut_log(log_file, clock.step)
     run, judge = make_steps(config, tables, opt, args)
     held_out = HeldOut(judge, args.data, args.held_out_rows, args.batch, args.row_length)
+    if stop:
+        return stop.status("before the first step, nothing to save")
     last: float | None = None  # time of the last record of this stretch
     reports: list[Any] = []
     # With rows drawn anew every batch serves two steps.
@@ -316,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     total = args.total_minutes or args.minutes
     over = False
     with (
-        (args.out / "draft_log.jsonl").open("a", encoding="utf-8") as log,
+        log_file.open("a", encoding="utf-8") as log,
         tqdm(desc="draft", unit="step", disable=None, file=sys.stderr) as bar,
     ):
         while not over:
@@ -332,7 +358,9 @@ def main(arguments: list[str] | None = None) -> int:
             again = again if args.drawn else None
             clock.step, clock.optimizer_steps = clock.step + 1, clock.optimizer_steps + 1
             reports.append(report)
-            if len(reports) < LOGGED_EVERY and last is not None and clock.step != args.steps:
+            stopped = bool(stop)  # as of this step, which is then logged
+            used_up = args.steps is not None and clock.step >= args.steps
+            if len(reports) < LOGGED_EVERY and last is not None and not used_up and not stopped:
                 continue
             values = jax.device_get(reports)
             now = time.monotonic()
@@ -341,27 +369,31 @@ def main(arguments: list[str] | None = None) -> int:
             elif not args.total_minutes:  # what compilation has left of this stretch is the schedule
                 total = clock.trained_s / 60 + (began + limit - now) / 60
             last = now
-            clock.done = clock.trained_s >= 60 * total or clock.step == args.steps
-            over = clock.done or now > began + limit
+            clock.done = clock.trained_s >= 60 * total or used_up
+            over = clock.done or now > began + limit or stopped
             record = {
                 "step": clock.step,
+                "stretch": clock.stretch,
                 "seconds": round(clock.trained_s, 1),
                 "rate": rate,
                 **{k: np.mean([v[k] for v in values], axis=0).astype(float).round(4).tolist() for k in values[0]},
             }
             if over or clock.step == 1 or clock.step % args.held_out_every < len(values):
-                record["held_out"] = held_out(average, frozen)
+                if not stopped:  # who stops a training does not wait for a judgement
+                    record["held_out"] = held_out(average, frozen)
+                    print(json.dumps(record), file=sys.stderr, flush=True)
+                saving = time.monotonic()
+                keep()
                 leave(args.out, "draft", {LEAF_PREFIX + path: value for path, value in average.items()}, clock)
-                print(json.dumps(record), file=sys.stderr, flush=True)
+                last += time.monotonic() - saving  # which is not training time
             reports = []
             print(json.dumps(record), file=log, flush=True)
             bar.update(len(values))
             bar.set_postfix(accepted=record["accepted"])
     batches.close()
-    kept.save({"weights": params, "average": average, "optimizer": state}, clock)
-    print(json.dumps({"steps": clock.step, "accepted": record["accepted"], "held_out": record["held_out"]}))
-    return 0
+    print(json.dumps({"steps": clock.step, "accepted": record["accepted"], "held_out": record.get("held_out")}))
+    return stop.status(f"step {clock.step} is saved in {args.state} and {args.out}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

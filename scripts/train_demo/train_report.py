@@ -41,9 +41,10 @@ def join(logs: Sequence[Sequence[dict[str, Any]]], every: int = 1) -> list[dict[
 
 
 def join_drafts(logs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One log of several of the draft's: every record names its `stretch`; steps and seconds are the stretch's own.
+    """One log of several of the draft's: every record names its `stretch`; steps and seconds are the log's own.
 
-    A log that names stretches already is taken to hold so many of them.
+    A log that names stretches already, joined before or of a training whose optimizer was fresh on another machine, is
+    taken to hold so many of them.
     """
     joined: list[dict[str, Any]] = []
     done = 0
@@ -69,9 +70,10 @@ def plot_drafts(log_file: Path, picture: Path) -> None:
         if rows and record.get("stretch", 1) != rows[-1].get("stretch", 1):
             for axes in (top, middle, bottom):
                 axes.axvline(steps[-1], color="0.8", zorder=0)
-            begun = steps[-1]
+            if record["step"] <= rows[-1]["step"]:  # another log; where only the optimizer is fresh, steps go on
+                begun = steps[-1]
             rows.append({})
-            steps.append(begun)
+            steps.append(steps[-1])
         rows.append(record)
         steps.append(begun + record["step"])
     block = len(records[0]["variation"])

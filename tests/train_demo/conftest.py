@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the scripts are run from a checkout, not installed
 
 from scripts.train_demo import prepare, tokenizer
+from scripts.train_demo.architecture import config_json
 from scripts.train_demo.corpus import Document
-from scripts.train_demo.dataset import Data, save_pool
+from scripts.train_demo.dataset import POOLS, Data, save_pool
 from scripts.train_demo.tasks import Tasks
 
 TEXTS = (
@@ -58,3 +60,21 @@ def demo_data(demo_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactor
         save_pool(folder / f"pool_{name}.npz", list(itertools.islice(made, 40)))
     (folder / "manifest.json").write_text(json.dumps({}), encoding="utf-8")
     return Data(folder)
+
+
+@pytest.fixture(scope="session")
+def demo_folder(demo_data: Data, demo_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`demo_data` with a small model's configuration and held-out items of the pools: enough for a training."""
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    shutil.copytree(demo_data.folder, folder)
+    (folder / "eval").mkdir(exist_ok=True)
+    for name in POOLS:
+        held_out = itertools.islice(prepare.examples(name, demo_tokenizer, np.random.default_rng(0), "eval"), 10)
+        items = [{"prompt_token_ids": e.prompt_ids, "answer_token_ids": e.answer_ids, "task": name} for e in held_out]
+        lines = [json.dumps(item) for item in items]
+        (folder / f"eval/{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    vocabulary = 32 * -(-demo_tokenizer.get_vocab_size() // 32)
+    raw = config_json(vocabulary, vocabulary, vocabulary - 1, small=True)
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    np.save(folder / "token_map.npy", np.arange(vocabulary, dtype=np.int32))
+    return folder

@@ -6,8 +6,12 @@ import gzip
 import itertools
 import json
 import math
+import os
+import shutil
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +24,15 @@ from di_jax.model.config import ModelConfig
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
 from di_jax.model.quantization import fake_quantize_weight
-from scripts.train_demo import train
+from scripts.train_demo import train, train_report
 from scripts.train_demo.architecture import config_json
 from scripts.train_demo.curriculum import FLOOR, STAGES, WARM_UP, Clock, Rate, curriculum, plan_of
 from scripts.train_demo.identity import tokenizer_mismatch
-from scripts.train_demo.parameters import TrainingTransformer, builder, initial, storages
+from scripts.train_demo.parameters import TrainingTransformer, builder, initial, load_parts, storages
+from scripts.train_demo.state import State, progress
+from scripts.train_demo.step import BIAS_STEP, balanced, make_step, optimizer, sample_positions
 from scripts.train_demo.tasks import CALC, CLASSES, RECALL
-from scripts.train_demo.train import BIAS_STEP, LOGGED_EVERY, Stretch, balanced, by_form, by_kind, sample_positions
+from scripts.train_demo.train import LOGGED_EVERY, Stretch, by_form, by_kind
 from scripts.train_demo.train_report import join, join_drafts, kernel_table, main, plot
 
 
@@ -35,6 +41,9 @@ def test_stages_are_named_with_their_minutes() -> None:
     assert [(stage.name, seconds) for stage, seconds in plan] == [("dense", 300), ("sparse", 90), ("long", math.inf)]
     with pytest.raises(ValueError, match=r"unknown stage 'thick'; there are dense, sparse"):
         plan_of(["thick:2"])
+    for word in ("dense:nan", "dense:-1", "dense:0", "dense:x"):
+        with pytest.raises(ValueError, match=f"--stages {word}: minutes are a positive number"):
+            plan_of([word])
     (small, _), (whole, _) = plan_of(["long"], rows=2, length=256)[0], plan_of(["long"])[0]
     assert (small.batch, small.length, small.name) == (2, 256, "long") and (whole.batch, whole.length) == (8, 4608)
     assert all(stage.length % 128 == 0 and stage.length % (2 * stage.stride) == 0 for stage in STAGES.values())
@@ -135,6 +144,154 @@ def test_a_negative_number_of_steps_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--row-length", "100"), ("--rows", "-1"), ("--rows", "0"), ("--peak", "nan"), ("--peak", "inf")),
+        *(("--peak", "0"), ("--total-minutes", "nan"), ("--total-minutes", "-1"), ("--minutes", "nan")),
+        *(("--decay-from", "nan"), ("--seed", "-1"), ("--stages", "dense:nan"), ("--stages", "thick")),
+    ],
+)
+def test_what_nothing_can_be_trained_with_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    words = ["--data", str(tmp_path), "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        train.main([*words, "--minutes", "1", "--total-minutes", "1", option, value])
+    told = capsys.readouterr().err
+    assert told.startswith("usage: python -m scripts.train_demo.train ")
+    assert f"error: argument {option}: {value}: not" in told or (f"error: {option}" in told and value in told)
+    assert not (tmp_path / "out").exists()
+
+
+class Killed(Exception):
+    """Where a process would be gone without a word."""
+
+
+class Steps:
+    """Steps that add 1 to all weights, and do `at[call]` at some of them; no trace and no curves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: dict[int, Any] = {}
+        self.calls = 0
+        monkeypatch.setattr(train, "compiled_step", lambda *_: self.step)
+        monkeypatch.setattr(train, "plot", lambda *_: None)
+
+    def step(self, params: Any, state: Any, *_: Any) -> tuple[Any, Any, dict[str, Any]]:
+        self.calls += 1
+        self.at.get(self.calls, lambda: None)()
+        assert self.calls < 300, "nothing has ended it"
+        names = ("index", "covered", "covered_recall", "balance", "gradient")
+        report = {"loss": jnp.float32(2), "classes": np.zeros((len(CLASSES), 3)), **dict.fromkeys(names, np.zeros(1))}
+        return jax.tree.map(lambda a: a + 1, params), state, report
+
+    def dies(self) -> None:
+        raise Killed
+
+
+class Training:
+    """`train.main` in folders of its own, and what it has left there."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        self.out, self.state, self.data = folder / "out", folder / "state", data
+        config = ModelConfig.from_file(data / "config.json")
+        tables = EngramTables.build(config, np.load(data / "token_map.npy"))
+        _, shapes = builder(config, Numerics.training("bfloat16"), tables)
+        self.template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+
+    def __call__(self) -> int:
+        words = ["--data", str(self.data), "--state", str(self.state), "--out", str(self.out), "--stages", "sparse"]
+        return train.main([*words, "--minutes", "30", "--total-minutes", "9", "--rows", "1", "--row-length", "128"])
+
+    def log(self) -> list[int]:
+        lines = (self.out / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def kept(self) -> tuple[float, int]:
+        """(the first weight of the last norm, which is 1 at the beginning; the step) in the state."""
+        found = State(self.state).restore({"weights": self.template})
+        assert found is not None
+        return float(found[0]["weights"]["norm.weight"][0]), found[1].step
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_training_is_saved_and_goes_on(
+    demo_folder: Path, tmp_path: Path, monkeypatch, capsys, number: signal.Signals, status: int
+) -> None:
+    steps, training = Steps(monkeypatch), Training(demo_folder, tmp_path)
+    steps.at = {7: lambda: signal.raise_signal(number)}
+    assert training() == status
+    told = capsys.readouterr().err
+    assert f"stopped by {number.name}: step 7 is saved in {training.state} and {training.out}" in told
+    assert training.log() == [1, 7] and training.kept() == (8, 7)
+    clock = progress(training.out, "weights")
+    assert clock is not None and clock.step == clock.optimizer_steps == 7 and not clock.done
+    assert load_parts(sorted(training.out.glob("weights-*.npz")))["norm.weight"][0] == 8
+    steps.at = {10: lambda: signal.raise_signal(number)}
+    assert training() == status
+    assert training.log() == [1, 7, 8, 10] and training.kept() == (11, 10)
+    if number == signal.SIGTERM:
+        return
+    # On another machine, with a fresh optimizer.
+    shutil.rmtree(training.state)
+    steps.at = {12: lambda: signal.raise_signal(number)}
+    assert training() == status
+    clock = progress(training.out, "weights")
+    assert clock is not None and (clock.step, clock.optimizer_steps, clock.stretch) == (12, 2, 2)
+
+
+def test_a_killed_training_goes_on_from_the_last_state_and_its_log_with_it(
+    demo_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    steps, training = Steps(monkeypatch), Training(demo_folder, tmp_path)
+    steps.at = {50: steps.dies}
+    with pytest.raises(Killed):
+        training()
+    assert training.log() == [1, 21, 41] and State(training.state).restore({}) is None
+    # Nothing was saved: all is trained again, and the records go.
+    steps.at = {steps.calls + 2: lambda: signal.raise_signal(signal.SIGINT)}
+    assert training() == 130 and training.log() == [1, 2]
+    # Saved now and then, by the minutes of training.
+    monkeypatch.setattr(train, "KEPT_EVERY", 0.0)
+    steps.at = {steps.calls + 30: steps.dies}
+    with pytest.raises(Killed):
+        training()
+    assert training.log() == [1, 2, 3, 23] and training.kept() == (24, 23)
+    monkeypatch.setattr(train, "KEPT_EVERY", math.inf)
+    steps.at = {steps.calls + 30: steps.dies}
+    with pytest.raises(Killed):
+        training()
+    assert training.log() == [1, 2, 3, 23, 24, 44] and training.kept() == (24, 23)
+    steps.at = {steps.calls + 2: lambda: signal.raise_signal(signal.SIGINT)}
+    assert training() == 130 and training.log() == [1, 2, 3, 23, 24, 25] and training.kept() == (26, 25)
+
+
+def test_a_training_stopped_before_its_first_step_leaves_nothing(
+    demo_folder: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """While it compiles, in another thread."""
+    steps, training = Steps(monkeypatch), Training(demo_folder, tmp_path)
+
+    def compiled(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not train_stopped.is_set():
+            train_stopped.wait(0.01)
+        return steps.step
+
+    train_stopped = threading.Event()
+    status = train.Stop.status
+
+    def told(stop: train.Stop, saved: str) -> int:
+        train_stopped.set()  # it does not wait for the executable
+        return status(stop, saved)
+
+    monkeypatch.setattr(train, "compiled_step", compiled)
+    monkeypatch.setattr(train.Stop, "status", told)
+    assert training() == 143 and steps.calls == 0
+    assert "before the first step, nothing to save" in capsys.readouterr().err
+    assert State(training.state).restore({}) is None and list(training.out.iterdir()) == []
+
+
 def test_a_checkpoint_of_tokenizer_mismatch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ids that mean something else: on from there a training learns everything anew, and nothing says so."""
     mine = json.loads((demo_checkpoint() / "tokenizer.json").read_text(encoding="utf-8"))
@@ -175,8 +332,8 @@ def test_a_step_has_the_loss_of_the_weights_that_it_sees() -> None:
     masters = initial(config, builder(config, numerics, tables)[1], seed=1)
     kinds = storages(nnx.eval_shape(lambda: TrainingTransformer(config, numerics, dense=False)))
     rounded = masters | {path: fake_quantize_weight(masters[path], kind) for path, kind in kinds.items()}
-    opt = train.optimizer(1e-3)
-    step = train.make_step(config, tables, stage, opt)
+    opt = optimizer(1e-3)
+    step = make_step(config, tables, stage, opt)
     tokens = np.random.default_rng(0).integers(0, 64, (1, 129)).astype(np.int32)
 
     def made(weights: dict[str, jax.Array], exact: bool) -> tuple[float, np.ndarray]:
@@ -222,6 +379,27 @@ def test_draft_logs_are_joined_and_drawn(tmp_path: Path) -> None:
     assert main([*map(str, files), "--out", str(tmp_path / "draft.jsonl")]) == 0
     assert len((tmp_path / "draft.jsonl").read_text().splitlines()) == 4
     assert (tmp_path / "draft.png").stat().st_size > 10_000
+
+
+def test_a_log_whose_steps_go_on_is_drawn_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training's, whose optimizer was fresh on another machine; steps that begin anew are another training's."""
+    from matplotlib.axes import Axes
+
+    drawn: list[list[float]] = []
+    own = Axes.plot
+
+    def plotted(axes: Any, steps: list[float], *others: Any, **more: Any) -> Any:
+        drawn.append(steps)
+        return own(axes, steps, *others, **more)
+
+    monkeypatch.setattr(Axes, "plot", plotted)
+    for second, expected in (((41, 61), [1, 21, 21, 41, 61]), ((1, 41), [1, 21, 21, 22, 62])):
+        stretches = [(1, 1), (21, 1), (second[0], 2), (second[1], 2)]
+        records = [{"step": step, "stretch": stretch, "variation": [0.5]} for step, stretch in stretches]
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        drawn.clear()
+        train_report.plot_drafts(tmp_path / "log.jsonl", tmp_path / "draft.png")
+        assert drawn and all(steps == expected for steps in drawn)
 
 
 def test_the_curves_and_the_kernel_table_are_written(tmp_path: Path) -> None:

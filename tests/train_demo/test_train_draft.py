@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from di_jax.model.config import ModelConfig
 from di_jax.model.dspark import LEAF_PREFIX
 from di_jax.model.engram_tables import EngramTables
 from di_jax.model.linear import Numerics
-from scripts.train_demo import prepare
-from scripts.train_demo.architecture import config_json
-from scripts.train_demo.dataset import POOLS, Data
+from scripts.train_demo import train_draft
 from scripts.train_demo.parameters import builder, initial, load_parts, save_parts
-from scripts.train_demo.state import progress
+from scripts.train_demo.state import State, progress
 from scripts.train_demo.tasks import ANSWER, IGNORE, PROMPT, TEXT
 from scripts.train_demo.tokenizer import EOS_ID
 from scripts.train_demo.train_draft import anchors, counted, draft_builder, losses, main, overlaps, redrawn
@@ -123,30 +121,16 @@ def test_only_text_is_drawn_anew() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_judged_on_held_out_rows_saves_an_average_and_goes_on(
-    demo_data: Data, demo_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    folder = tmp_path / "data"
-    shutil.copytree(demo_data.folder, folder)
-    (folder / "eval").mkdir(exist_ok=True)
-    for name in POOLS:
-        held_out = itertools.islice(prepare.examples(name, demo_tokenizer, np.random.default_rng(0), "eval"), 10)
-        items = [{"prompt_token_ids": e.prompt_ids, "answer_token_ids": e.answer_ids, "task": name} for e in held_out]
-        lines = [json.dumps(item) for item in items]
-        (folder / f"eval/{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    vocabulary = 32 * -(-demo_tokenizer.get_vocab_size() // 32)
-    raw = config_json(vocabulary, vocabulary, vocabulary - 1, small=True)
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    np.save(folder / "token_map.npy", np.arange(vocabulary, dtype=np.int32))
-    config = ModelConfig.from_dict(raw)
-    tables = EngramTables.build(config, np.arange(vocabulary, dtype=np.int32))
+def test_a_run_is_judged_on_held_out_rows_saves_an_average_and_goes_on(demo_folder: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_file(demo_folder / "config.json")
+    tables = EngramTables.build(config, np.load(demo_folder / "token_map.npy"))
     numerics = Numerics.training("float32")
     save_parts(tmp_path, initial(config, builder(config, numerics, tables)[1], 0), "weights")
     shapes = draft_builder(config, numerics)[1]
     start = initial(config, shapes, 1)
     save_parts(tmp_path, {LEAF_PREFIX + path: value for path, value in start.items()}, "start")
     call = [
-        *("--data", str(folder), "--target", *map(str, sorted(tmp_path.glob("weights-*.npz")))),
+        *("--data", str(demo_folder), "--target", *map(str, sorted(tmp_path.glob("weights-*.npz")))),
         *("--draft", str(tmp_path / "start-0.npz"), "--minutes", "30", "--batch", "2", "--row-length", "128"),
         *("--held-out-rows", "2", "--dtype", "float32", "--soft", "--length", "1", "--drawn", "0.3"),
         *("--state", str(tmp_path / "state"), "--total-minutes", "30", "--out", str(tmp_path / "out")),
@@ -169,3 +153,107 @@ def test_a_run_is_judged_on_held_out_rows_saves_an_average_and_goes_on(
         assert any(np.abs(saved[LEAF_PREFIX + path] - before[path]).max() > 1e-4 for path in shapes)
     clock = progress(tmp_path / "out", "draft")
     assert clock is not None and clock.step == clock.optimizer_steps == 6 and clock.done
+
+
+class Killed(Exception):
+    """Where a process would be gone without a word."""
+
+
+class Steps:
+    """`make_steps` of a training whose steps add 1 to all weights, and do `at[call]` at some of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: dict[int, Any] = {}
+        self.calls = 0
+        monkeypatch.setattr(train_draft, "make_steps", lambda *_: (self.step, self.judge))
+
+    def step(self, params: Any, average: Any, state: Any, frozen: Any, tokens: Any, *_: Any) -> tuple[Any, ...]:
+        self.calls += 1
+        self.at.get(self.calls, lambda: None)()
+        assert self.calls < 300, "nothing has ended it"
+        report = {"accepted": jnp.float32(1), "variation": jnp.full(BLOCK, 0.5)}
+        return *(jax.tree.map(lambda a: a + 1, tree) for tree in (params, average)), state, report, tokens
+
+    def judge(self, *_: Any) -> np.ndarray:
+        return np.ones((2, 2))
+
+    def dies(self) -> None:
+        raise Killed
+
+
+def test_a_stopped_draft_is_saved_and_goes_on(demo_folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    save_parts(tmp_path, {"frozen": np.zeros(32, np.float32)}, "weights")
+    out, state = tmp_path / "out", tmp_path / "state"
+    call = [
+        *("--data", str(demo_folder), "--target", str(tmp_path / "weights-0.npz"), "--minutes", "30"),
+        *("--batch", "2", "--row-length", "128", "--held-out-rows", "2", "--held-out-every", "20"),
+        *("--state", str(state), "--out", str(out), "--dtype", "float32"),
+    ]
+
+    def log() -> list[tuple[int, int, bool]]:
+        """(step, stretch, whether judged) of each record."""
+        lines = (out / "draft_log.jsonl").read_text(encoding="utf-8").splitlines()
+        return [(r["step"], r["stretch"], "held_out" in r) for r in map(json.loads, lines)]
+
+    def kept() -> float:
+        """Of the state: how many steps the weights have."""
+        template = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+        found = State(state).restore({"weights": template, "average": template})
+        assert found is not None and found[1].step == found[1].optimizer_steps
+        return float(found[0]["weights"][path][0] - begun)
+
+    config = ModelConfig.from_file(demo_folder / "config.json")
+    _, shapes = draft_builder(config, Numerics.training("float32"))
+    path = next(path for path in shapes if path.endswith("norm.weight") and len(shapes[path]) == 1)
+    begun = float(initial(config, {path: shapes[path]}, 1)[path][0])
+
+    steps = Steps(monkeypatch)
+    steps.at = {5: lambda: signal.raise_signal(signal.SIGTERM)}
+    assert main(call) == 143
+    told = capsys.readouterr().err
+    assert f"stopped by SIGTERM: step 5 is saved in {state} and {out}" in told and "Traceback" not in told
+    assert log() == [(1, 1, True), (5, 1, False)] and kept() == 5
+    clock = progress(out, "draft")
+    assert clock is not None and clock.step == 5 and not clock.done
+    saved = load_parts(sorted(out.glob("draft-*.npz")))[LEAF_PREFIX + path]
+    assert saved[0] == begun + 5
+
+    # A kill: the last judgement's state is there, and records of steps that are trained again go.
+    steps.at = {steps.calls + 40: steps.dies}
+    with pytest.raises(Killed):
+        main(call)
+    assert log()[2:] == [(6, 1, False), (26, 1, True)] and kept() == 26
+    with (out / "draft_log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 46, "stretch": 1}) + "\n" + '{"step": 47, "str')
+    steps.at = {steps.calls + 2: lambda: signal.raise_signal(signal.SIGTERM)}
+    assert main(call) == 143
+    assert [step for step, *_ in log()] == [1, 5, 6, 26, 27, 28] and kept() == 28
+
+    # Another machine: the weights go on with a fresh optimizer, which the log says.
+    shutil.rmtree(state)
+    steps.at = {steps.calls + 2: lambda: signal.raise_signal(signal.SIGTERM)}
+    assert main(call) == 143
+    assert log()[-3:] == [(28, 1, False), (29, 2, False), (30, 2, False)]
+    assert main([*call, "--steps", "30"]) == 0  # one step beyond, as each call makes one, and no more
+    clock = progress(out, "draft")
+    assert log()[-1] == (31, 2, True) and clock is not None and clock.done
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--row-length", "100"), ("--batch", "0"), ("--stride", "0"), ("--stride", "62"), ("--length", "nan")),
+        *(("--length", "-1"), ("--drawn", "2"), ("--peak", "nan"), ("--minutes", "nan"), ("--total-minutes", "nan")),
+        *(("--held-out-rows", "0"), ("--held-out-every", "0"), ("--steps", "0")),
+    ],
+)
+def test_what_no_draft_can_be_trained_with_is_refused(
+    demo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    words = ["--data", str(demo_folder), "--target", "none.npz", "--state", str(tmp_path / "state")]
+    with pytest.raises(SystemExit):
+        main([*words, "--out", str(tmp_path / "out"), "--minutes", "1", "--row-length", "128", option, value])
+    told = capsys.readouterr().err
+    assert f"{option}: {value}: not" in told or f"{option} {value}: no anchor" in told
+    assert told.startswith("usage: python -m scripts.train_demo.train_draft ")
+    assert not (tmp_path / "out").exists()
