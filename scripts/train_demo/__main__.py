@@ -6,7 +6,8 @@
 The stages, in order: data, three trainings of the model (`end-1` to `end-3`), their average, what quantization costs,
 the draft, the checkpoint, its evaluation, the draft's calibration, curves. A stage that is done is left alone. A call
 ends before `--minutes` are over, with status 0, and says on its last line what is `next`; trainings and the evaluation
-are cut where the time ends and go on in the next call, from an Orbax checkpoint with the optimizer.
+are cut where the time ends and go on in the next call, from an Orbax checkpoint with the optimizer. Ctrl-C or SIGTERM
+cut a training after the step that runs, with status 130 or 143; what was killed goes on from two minutes before.
 
 The folder may move to another machine between two calls, without its `state` folders and `compiled`: an unfinished
 training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Until
