@@ -61,6 +61,7 @@ def params() -> Params:
     return found | {f"draft.{path}": value for path, value in draft.items()}
 
 
+@pytest.mark.slow
 def test_the_exported_values_are_those_that_training_used(params: Params, tmp_path: Path) -> None:
     host = {path: np.asarray(value) for path, value in params.items()}
     write_checkpoint(tmp_path / "demo", RAW, tensors(CONFIG, host), include_mtp=True)
