@@ -10,10 +10,10 @@ are cut where the time ends and go on in the next call, from an Orbax checkpoint
 cut a training after the step that runs, with status 130 or 143; what was killed goes on from two minutes before.
 
 The folder may move to another machine between two calls, without its `state` folders and `compiled`: an unfinished
-training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. Until
-the average is made it needs the weights of every training that has ended, and then its own 31 MiB and the draft's 4.
-`compare` needs the states that the three trainings ended with, the average's float32 masters: it is left out where they
-are not.
+training goes on from its weights there, at most 32 MiB in files of at most 16, and its optimizer begins anew. To go on
+it needs these alone, to begin those of the training before, and the draft always the average's beside its own. The
+average is made where the weights of all three trainings are. `compare` needs the states that the three trainings ended
+with, the average's float32 masters: it is left out where they are not.
 
 Each stage is a command of its own with the options below: trainings of as many tokens as the bundled weights had, and
 of their draft fifteen minutes.
@@ -109,7 +109,8 @@ def stages(out: Path, data: Path | None, packages: Path | None) -> list[Stage]:
         folder = ends[number]
 
         def arguments(minutes: float) -> list[Any]:
-            before = ["--weights", *weights(ends[number - 1])] if number else []
+            begun = not number or progress(folder, "weights")
+            before = [] if begun else ["--weights", *weights(ends[number - 1])]
             stretch = ["--state", folder / "state", "--out", folder, "--minutes", minutes, "--seed", number]
             return [*source, *before, *stretch]
 

@@ -15,14 +15,16 @@ from typing import Any
 from zipfile import BadZipFile
 
 import jax
+import numpy as np
 import pytest
 
 from scripts.train_demo import __main__ as command
 from scripts.train_demo.__main__ import OPTIONS, SMALL_OPTIONS, Stage, stages
 from scripts.train_demo.average import CHOSEN
-from scripts.train_demo.curriculum import plan_of
+from scripts.train_demo.curriculum import Clock, plan_of
 from scripts.train_demo.dataset import Data
 from scripts.train_demo.parameters import load_parts
+from scripts.train_demo.state import leave
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,6 +200,15 @@ def test_no_stage_begins_without_the_weights_of_the_one_before(tmp_path: Path) -
     for name, before in (("end-2", "end-1"), ("end-3", "end-2"), ("draft", "averaged"), ("export", "averaged")):
         with pytest.raises(FileNotFoundError, match=f"{before} has no weights"):
             plan[name].arguments(9.0)
+
+
+def test_an_unfinished_training_moves_with_its_own_weights_alone(tmp_path: Path) -> None:
+    """At most 32 MiB: those that it began with stay behind."""
+    plan = {stage.name: stage for stage in command.stages(tmp_path, tmp_path, None)}
+    (tmp_path / "end-2").mkdir()
+    leave(tmp_path / "end-2", "weights", {"norm.weight": np.ones(4, np.float32)}, Clock(step=3))
+    assert "--weights" not in plan["end-2"].arguments(9.0)
+    assert f"{tmp_path / 'end-2' / 'weights-0.npz'}" in map(str, plan["end-3"].arguments(9.0))
 
 
 def test_options_are_added_and_stages_skipped(tmp_path: Path, monkeypatch, capsys) -> None:

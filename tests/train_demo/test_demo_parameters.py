@@ -130,14 +130,16 @@ def test_weights_travel_in_small_files(params: Params, tmp_path: Path) -> None:
     assert back["layers.attn.q_norm.weight"].shape == params["layers.attn.q_norm.weight"].shape
 
 
-def test_all_weights_of_the_model_travel_in_32_mib(tmp_path: Path) -> None:
-    """Of the bundled sizes; what is in the files does not change how large they are."""
+def test_all_weights_of_the_model_and_its_draft_travel_in_32_mib(tmp_path: Path) -> None:
+    """Of the bundled sizes, with normal values: trained ones deflate a little better."""
     config = ModelConfig.from_file(demo_checkpoint())
     each = np.arange(config.vocab_size, dtype=np.int32) % config.engram_compressed_vocab_size
     _, shapes = builder(config, NUMERICS, EngramTables.build(config, each))
-    files = save_parts(tmp_path, {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}, "weights")
+    _, of_draft = draft_builder(config, NUMERICS)
+    files = save_parts(tmp_path, initial(config, shapes, seed=0), "weights")
+    files += save_parts(tmp_path, initial(config, of_draft, seed=1), "draft")
     sizes = [file.stat().st_size for file in files]
-    assert sum(sizes) <= 32 * 2**20 and max(sizes) <= 16 * 2**20 and sum(sizes) > 30 * 2**20
+    assert sum(sizes) <= 32 * 2**20 and max(sizes) <= 16 * 2**20 and sum(sizes) > 24 * 2**20
 
 
 @pytest.mark.parametrize("storage", ["fp4", "fp8", "rows", "bf16"])
